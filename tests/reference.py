@@ -33,13 +33,17 @@ EOS = 2
 
 def draw_args(rng: random.Random, model: object, ranks: int = 1) -> grpo.Args:
     """The algorithm's and the scores' flags at random, so that Args.check allows them."""
-    parts, samples = rng.choice((1, 1, 2, 3)), rng.choice((2, 3, 4))
+    parts = rng.choice((1, 1, 2, 3))
+    samples = rng.choice((2, 3, 4))
     beta = rng.choice((0, 0.05, 0.5))
     in_reward = beta > 0 and rng.random() < 0.4
     ref = beta > 0 or rng.random() < 0.3
     loss_fn = rng.choice(("dapo", "dapo", "cispo", "gspo"))
-    rho, keep_constant, buffer = rng.random() < 0.7, rng.random() < 0.4, rng.choice((0, 0, 5))
-    verifiable, shape = rng.random() < 0.9, rng.random()
+    rho = rng.random() < 0.7
+    keep_constant = rng.random() < 0.4
+    buffer = rng.choice((0, 0, 5))
+    verifiable = rng.random() < 0.9
+    shape = rng.random()
     tv = rho and rng.random() < 0.3
     flags: dict = {
         "model_name_or_path": str(model),
@@ -152,14 +156,17 @@ def norm(x, weight, eps):
 def rotate(x, angles):
     """Rotary position embedding of (T, heads, d): pairs (i, i + d / 2) turn by angles (T, d / 2)."""
     a, b = x.chunk(2, -1)
-    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    cos = angles.cos()[:, None]
+    sin = angles.sin()[:, None]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
 def all_logits(w: Weights, ids: list[int], config) -> torch.Tensor:
     """(T, V) of a Llama, float64."""
-    x, eps = w["model.embed_tokens.weight"][ids], config.rms_norm_eps
-    d, t = config.hidden_size // config.num_attention_heads, len(ids)
+    x = w["model.embed_tokens.weight"][ids]
+    eps = config.rms_norm_eps
+    d = config.hidden_size // config.num_attention_heads
+    t = len(ids)
     # transformers has positions and frequencies in float32: what they mean is the model's business
     frequencies = 1.0 / config.rope_parameters["rope_theta"] ** (torch.arange(0, d, 2).float() / d)
     angles = (torch.arange(t).float()[:, None] * frequencies).double()
@@ -168,7 +175,8 @@ def all_logits(w: Weights, ids: list[int], config) -> torch.Tensor:
         layer = {name.removeprefix(f"model.layers.{i}."): p for name, p in w.items()}
         h = norm(x, layer["input_layernorm.weight"], eps)
         q, k, v = ((h @ layer[f"self_attn.{n}_proj.weight"].T).view(t, -1, d) for n in "qkv")
-        q, k = rotate(q, angles), rotate(k, angles)
+        q = rotate(q, angles)
+        k = rotate(k, angles)
         k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], 1) for y in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(d)
         attention = scores.masked_fill(future, -math.inf).softmax(-1)
@@ -182,7 +190,8 @@ def all_logits(w: Weights, ids: list[int], config) -> torch.Tensor:
 
 def logprobs_of(w: Weights, r: grpo.Rollout, temperature: float, config) -> tuple[torch.Tensor, torch.Tensor]:
     """Logprobs of the response's tokens and the entropies of their distributions, (T,) each."""
-    n, prompt = len(r.token_ids), list(r.prompt.token_ids)
+    n = len(r.token_ids)
+    prompt = list(r.prompt.token_ids)
     rows = (all_logits(w, prompt + r.token_ids[:-1].tolist(), config)[len(prompt) - 1 :] / temperature).log_softmax(-1)
     return rows[range(n), r.token_ids.tolist()], -(rows.exp() * rows).sum(-1)
 
@@ -275,7 +284,9 @@ def prepare(groups, w: Weights, ref: Weights | None, a: grpo.Args, config) -> li
             scores = [score - a.beta * kl for score, kl in zip(scores, kls, strict=True)]
         for r, advantage in zip(group, compare(scores, a.advantage_normalization_type), strict=True):
             r.advantage = advantage
-    parts, n, m = [], len(groups), a.num_mini_batches
+    parts = []
+    n = len(groups)
+    m = a.num_mini_batches
     for i in range(m):
         mine = [r for group in groups[n * i // m : n * (i + 1) // m] for r in group]
         constant = {id(r) for group in groups if not varied(group) for r in group if a.filter_zero_std_samples}
@@ -286,12 +297,14 @@ def prepare(groups, w: Weights, ref: Weights | None, a: grpo.Args, config) -> li
 
 def per_token_loss(new, r: Response, a: grpo.Args) -> tuple[torch.Tensor, torch.Tensor]:
     """(T,) policy loss of a response's tokens, and where clipping cost the gradient or the weight."""
-    mask, adv = r.mask, r.advantage
+    mask = r.mask
+    adv = r.advantage
     log_ratio = new - r.old
     if a.loss_fn == "gspo":
         log_ratio = log_ratio[mask].mean().detach() + new - new.detach()
     ratio = log_ratio.exp()
-    low, high = (0.0 if a.loss_fn == "cispo" else 1 - a.clip_lower), 1 + a.clip_higher
+    low = 0.0 if a.loss_fn == "cispo" else 1 - a.clip_lower
+    high = 1 + a.clip_higher
     outside = (ratio < low) | (ratio > high)
     bounded = ratio.detach().clamp(low, high)
     if a.loss_fn == "cispo":
@@ -378,7 +391,9 @@ class AdamW:
     """Decoupled weight decay on matrices (arXiv:1711.05101), betas 0.9 and 0.999, epsilon 1e-8."""
 
     def __init__(self):
-        self.n, self.m, self.v = 0, {}, {}
+        self.n = 0
+        self.m = {}
+        self.v = {}
 
     def step(self, w: Weights, grads: Weights, lr: float, decay: float) -> Weights:
         self.n += 1
@@ -386,7 +401,8 @@ class AdamW:
         for name, g in grads.items():
             self.m[name] = 0.9 * self.m.get(name, 0.0) + 0.1 * g
             self.v[name] = 0.999 * self.v.get(name, 0.0) + 0.001 * g * g
-            m, v = self.m[name] / (1 - 0.9**self.n), self.v[name] / (1 - 0.999**self.n)
+            m = self.m[name] / (1 - 0.9**self.n)
+            v = self.v[name] / (1 - 0.999**self.n)
             out[name] = w[name] * (1 - lr * decay * (w[name].ndim > 1)) - lr * m / (v.sqrt() + 1e-8)
         return out
 
@@ -423,7 +439,8 @@ def compare_step(seed: int, model, world: utils.World, steps: int = 2) -> tuple[
     rng = random.Random(seed)
     a = draw_args(rng, model, world.size)
     a.check(world.size)
-    prompts, packing = draw_prompts(rng), rng.choice(("shared", "plain", "rows"))
+    prompts = draw_prompts(rng)
+    packing = rng.choice(("shared", "plain", "rows"))
     rewards.VERIFIERS["toy"] = rewards.Verifier(verify_toy)
     tokenizer: object = SimpleNamespace(decode=decode)
     policy = grpo.load_policy(a, world)
@@ -442,7 +459,11 @@ def compare_step(seed: int, model, world: utils.World, steps: int = 2) -> tuple[
     optimizer.register_step_pre_hook(before)
     engine = Scripted()
     engine.tokenizer = tokenizer
-    state, mine, tick, errors, adam = grpo.start_state(), {"cursor": 0, "excluded": set()}, 0, [], AdamW()
+    state = grpo.start_state()
+    mine = {"cursor": 0, "excluded": set()}
+    tick = 0
+    errors = []
+    adam = AdamW()
     for step in range(1, steps + 1):
         # the project's step
         run = SimpleNamespace(engine=engine, train_prompts=prompts, state=state, args=a, world=world)
@@ -451,7 +472,8 @@ def compare_step(seed: int, model, world: utils.World, steps: int = 2) -> tuple[
             dice = random.Random(repr((seed, r.position, r.sample)))
             if dice.random() < 0.3:
                 r.mask[:] = [k == 0 or dice.random() < 0.6 for k in range(len(r.mask))]  # a tool's tokens
-        w, ref = doubled(policy), doubled(ref_policy) if ref_policy is not None else None
+        w = doubled(policy)
+        ref = doubled(ref_policy) if ref_policy is not None else None
         packs = [grpo.pack_rollouts(part, packing, a.pack_length)[0] for part in grpo.split_groups(groups, a)]
         batches = [grpo.micro_batches(p, packing, a, world.device) for p in packs]
         metrics = utils.Metrics()
@@ -464,7 +486,9 @@ def compare_step(seed: int, model, world: utils.World, steps: int = 2) -> tuple[
         # sampling: whole rounds of prompts in stream order, those that were solved before replaced
         everyone = utils.all_gather(([g[0].position for g in groups], sampled), world)
         judged = {g[0].position: [judge(r, a) for r in g] for _, part in everyone for g in part}
-        size, share, rounds = a.num_unique_prompts_rollout, a.num_unique_prompts_rollout // world.size, 0
+        size = a.num_unique_prompts_rollout
+        share = a.num_unique_prompts_rollout // world.size
+        rounds = 0
         kept: list[list] = [[] for _ in range(world.size)]  # of each rank
         while not rounds or (a.active_sampling and min(map(len, kept)) < share and rounds < 10):
             for i, position in enumerate(range(mine["cursor"], mine["cursor"] + size)):
@@ -472,12 +496,14 @@ def compare_step(seed: int, model, world: utils.World, steps: int = 2) -> tuple[
                 prompt = grpo.prompt_at(prompts, position, a.seed, frozenset(mine["excluded"]))
                 assert all(r.rollout.prompt == prompt for r in group), "another prompt"
                 kept[i % world.size] += [group] if varied(group) or not a.active_sampling else []
-            mine["cursor"], rounds = mine["cursor"] + size, rounds + 1
+            mine["cursor"] = mine["cursor"] + size
+            rounds = rounds + 1
         assert len(judged) == size * rounds and state["cursor"] == mine["cursor"]
         kept = [part[:share] for part in kept]
         assert [names for names, _ in everyone] == [[g[0].rollout.position for g in part] for part in kept]
         for group in judged.values() if a.no_resampling_pass_rate else ():
-            prompt, mean = group[0].rollout.prompt, sum(r.outcome for r in group) / len(group)
+            prompt = group[0].rollout.prompt
+            mean = sum(r.outcome for r in group) / len(group)
             mine["excluded"] |= {prompt.index} if mean >= a.no_resampling_pass_rate * best_outcome(prompt, a) else set()
         assert state["sampler"]["excluded"] == mine["excluded"]
 
@@ -504,7 +530,8 @@ def compare_step(seed: int, model, world: utils.World, steps: int = 2) -> tuple[
                 errors.append(distance(grads, want) / size_of(want))
             else:
                 near(size_of(grads), size_of(want), 1e-7, "gradient of nothing")
-            then, after = adam.step(at, grads, lr, a.weight_decay), seen[0][0] if seen else doubled(policy)
+            then = adam.step(at, grads, lr, a.weight_decay)
+            after = seen[0][0] if seen else doubled(policy)
             for name in then:
                 allowed = 1.5e-7 * at[name].abs() + 1e-5 * lr + 1e-9
                 assert ((then[name] - after[name]).abs() <= allowed).all(), f"AdamW: {name}"
@@ -529,8 +556,12 @@ def compare_step(seed: int, model, world: utils.World, steps: int = 2) -> tuple[
 def main() -> None:
     from scripts.data.make_tiny_model import make_tiny_model
 
-    number, first = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    world, errors, drawn, failed = utils.init_distributed(), [], {}, []
+    number = int(sys.argv[1])
+    first = int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    world = utils.init_distributed()
+    errors = []
+    drawn = {}
+    failed = []
     with tempfile.TemporaryDirectory() as directory:
         models = [make_tiny_model(f"{directory}/{tied}", tied=tied) for tied in (True, False) if world.is_main]
         models = utils.all_gather(models, world)[0]

@@ -38,7 +38,8 @@ class Stub(utils.Sampler):
     evaluating = False
 
     def __init__(self, args, tokenizer, world, num_requests):
-        self.tokenizer, self.eos_ids = tokenizer, [tokenizer.eos_token_id]
+        self.tokenizer = tokenizer
+        self.eos_ids = [tokenizer.eos_token_id]
         Stub.asked = []
 
     def load_weights(self, named_tensors, version):
@@ -99,7 +100,8 @@ def read_once(flag, name, amount, split, args):
 @pytest.fixture(scope="module")
 def play(tiny_models, world, tmp_path_factory):
     """Function flags -> what grpo.py's main did with them: see `observe`."""
-    out, patch = tmp_path_factory.mktemp("effects"), pytest.MonkeyPatch()
+    out = tmp_path_factory.mktemp("effects")
+    patch = pytest.MonkeyPatch()
     data = out / "train.jsonl"
     turns = [[{"role": "user", "content": f"Say {i}"}] for i in range(6)]
     rows: list[dict] = [{"messages": turn, "ground_truth": LABEL, "dataset": "gsm8k"} for turn in turns]

@@ -126,7 +126,9 @@ def test_the_split_into_packs_is_no_part_of_it(fork, tiny_models, world, monkeyp
 def test_sapo_by_hand(fork):
     """Ratios 3 and 1/3, tau 1 and 1.05: -2 x 4 sigmoid(2) and 3 x 4 / 1.05 sigmoid(-0.7), and their slopes."""
     fork("sapo")
-    new, old, advantages = test_math.log(0.6, 0.2), test_math.log(0.2, 0.6), test_math.per_token(2.0, -3.0)
+    new = test_math.log(0.6, 0.2)
+    old = test_math.log(0.2, 0.6)
+    advantages = test_math.per_token(2.0, -3.0)
     loss, ratio, clipped, grad = test_math.loss_of(new, old, advantages, "sapo")
     assert_close(loss, test_math.per_token(-8 * 0.8807970779778823, 12 / 1.05 * 0.3318122278318339))
     assert_close(ratio, test_math.per_token(3.0, 1 / 3))
@@ -157,7 +159,8 @@ def test_gmpo_by_hand(fork):
     """Ratios 2 and 0.5, bounds 0.8 and 1.2. Where A > 0 the first is clipped, sqrt(1.2 x 0.5), else the second,
     sqrt(2 x 0.8). A third token, with ratio 9, is masked."""
     fork("gmpo")
-    new, old = test_math.log(0.4, 0.2, 0.9), test_math.log(0.2, 0.4, 0.1)
+    new = test_math.log(0.4, 0.2, 0.9)
+    old = test_math.log(0.2, 0.4, 0.1)
     mask = torch.tensor([[True, True, False]])
     for advantage, mean, trained in ((2.0, math.sqrt(0.6), (0, 1)), (-3.0, math.sqrt(1.6), (1, 0))):
         loss, ratio, clipped, grad = test_math.loss_of(new, old, advantage, "gmpo", mask=mask)
@@ -474,7 +477,8 @@ def assert_it_goes_on(grpo, args, world, directory):
         assert 0 < rates[0] < args.learning_rate
         for a, b in zip(learner.policy.parameters(), fresh.policy.parameters(), strict=True):
             assert torch.equal(utils.shard_of(a), utils.shard_of(b))
-            kept, found = learner.optimizer.state[a], fresh.optimizer.state[b]
+            kept = learner.optimizer.state[a]
+            found = fresh.optimizer.state[b]
             assert set(kept) == set(found)
             for key in kept:
                 assert torch.equal(utils.shard_of(kept[key]), utils.shard_of(found[key])), key

@@ -119,7 +119,8 @@ LOSSES += [["--loss_fn", name] for name in LOSS_FNS if name not in ("dapo", "gsp
 
 @pytest.mark.parametrize("flags", LOSSES, ids=lambda flags: "-".join(flags[1::2]) or "default")
 def test_update_does_not_depend_on_the_split(tiny_models, world, monkeypatch, flags):
-    args, rollouts = make_args(tiny_models(), *flags), make_rollouts()
+    args = make_args(tiny_models(), *flags)
+    rollouts = make_rollouts()
     packs = [("shared", 30), ("shared", 60), ("shared", 1000), ("plain", 30), ("plain", 60), ("plain", 1000)]
     whole, start = assert_no_split_shows(args, world, monkeypatch, packs, (1, 5, 100))
     checkpointed, _ = run_update(dataclasses.replace(args, gradient_checkpointing=True), world, [rollouts])
@@ -189,7 +190,8 @@ def test_kl_in_reward_as_verl_has_it_though_packs_split_the_groups(world, case):
     args = make_args("m", "--kl_in_reward", *flags, "--beta", case["params"]["beta"])
     rollouts = []
     for i, (group, score, old) in enumerate(zip(case["group_ids"], case["scores"], case["logp_old"], strict=True)):
-        prompt, n = utils.Prompt(group, (1, 2), "", ("1",), ("gsm8k",)), len(old)
+        prompt = utils.Prompt(group, (1, 2), "", ("1",), ("gsm8k",))
+        n = len(old)
         rollouts.append(grpo.Rollout(prompt, group, i, [3] * n, [0.0] * n, [True] * n, [0] * n, "stop", score=score))
     packs = [[[r] for r in rollouts[0::2]], [[r] for r in rollouts[1::2]]]
     batches = [grpo.make_batch([pack], world.device) for pack in packs]
@@ -282,7 +284,8 @@ def test_replayed_tokens_have_no_part_in_the_gap_nor_in_the_bound_on_staleness(w
     tokens = sum(len(r.token_ids) for r in rollouts if r is not rollouts[1])
     assert metrics.reduce(world)["val/num_steps_off_policy"] == 0 and tokens > 0
     only = grpo.make_batch([[rollouts[1:2]]], world.device)
-    only.old_logprobs, gap = only.vllm_logprobs, guards.Gap()
+    only.old_logprobs = only.vllm_logprobs
+    gap = guards.Gap()
     gap.add(only)
     assert gap.reduce(args, world).metrics == {}
     grpo_fast.note_staleness([[[rollouts[1:2]]]], 9, args, utils.Metrics())
@@ -300,9 +303,12 @@ def test_kl_in_reward_compares_kls_below_the_rounding_of_the_scores():
 def test_tokens_that_a_tool_made_do_not_train(tiny_models, world, epochs):
     """A batch without a token of the policy changes nothing, and a step of nothing else is no step."""
     args = make_args(tiny_models(), "--num_epochs", epochs, "--per_device_train_batch_size", 1)
-    rollouts, tools = make_rollouts(groups=3), make_rollouts(groups=1, seed=1)
+    rollouts = make_rollouts(groups=3)
+    tools = make_rollouts(groups=1, seed=1)
     for r in tools:
-        r.mask, r.position, r.prompt = ~r.mask, 3, dataclasses.replace(r.prompt, index=3)
+        r.mask = ~r.mask
+        r.position = 3
+        r.prompt = dataclasses.replace(r.prompt, index=3)
     plain, _ = run_update(args, world, [rollouts], packing="rows")
     mixed, metrics = run_update(args, world, [rollouts + tools], packing="rows")
     assert_same_update(plain, mixed, start_weights(args, world))
@@ -313,7 +319,8 @@ def test_tokens_that_a_tool_made_do_not_train(tiny_models, world, epochs):
 
 
 def test_non_finite_gradient_skips_the_update(tiny_models, world):
-    rollouts, args = make_rollouts(), make_args(tiny_models())
+    rollouts = make_rollouts()
+    args = make_args(tiny_models())
     rollouts[0].advantage = math.inf
     weights, metrics = run_update(args, world, [rollouts])
     assert metrics["bad"] == 1
@@ -337,10 +344,12 @@ class VocabularyTensors(TorchDispatchMode):
 def test_logits_of_all_tokens_never_exist(tiny_models, world, monkeypatch):
     """The largest (rows, vocabulary) tensor of forward and backward is a chunk, however many tokens train."""
     monkeypatch.setattr(grpo, "LOGPROB_CHUNK", 8)
-    args, rollouts = make_args(tiny_models()), make_rollouts(groups=8)
+    args = make_args(tiny_models())
+    rollouts = make_rollouts(groups=8)
     tokens = sum(len(r.token_ids) for r in rollouts)
     assert tokens > 100
-    policy, batch = grpo.load_policy(args, world), grpo.make_batch([grpo.make_pieces(rollouts, 64)], world.device)
+    policy = grpo.load_policy(args, world)
+    batch = grpo.make_batch([grpo.make_pieces(rollouts, 64)], world.device)
     with VocabularyTensors() as seen:
         logprobs, entropy = policy(batch, 1.0)
         (logprobs.sum() + entropy.sum()).backward()
@@ -352,8 +361,10 @@ def long_rollouts():
     """A group whose piece is longer than utils.SHORT_PIECE, so that its responses attend one by one."""
     rollouts = make_rollouts(groups=2)
     for r in rollouts[:3]:
-        r.token_ids, r.logprobs = (r.token_ids[0] + np.arange(100)) % VOCAB, r.logprobs[:1].repeat(100)
-        r.mask, r.versions = np.full(100, True), np.zeros(100, np.int32)
+        r.token_ids = (r.token_ids[0] + np.arange(100)) % VOCAB
+        r.logprobs = r.logprobs[:1].repeat(100)
+        r.mask = np.full(100, True)
+        r.versions = np.zeros(100, np.int32)
     assert grpo.piece_length(rollouts[:3]) > utils.SHORT_PIECE
     return rollouts
 
@@ -371,11 +382,13 @@ def long_rollouts():
 )
 def test_a_pack_is_its_sequences_alone(tiny_models, world, arch, share, make):
     """Logprobs, loss and gradient of one pack equal those of one response a row; without the layout they do not."""
-    args, rollouts = make_args(tiny_models(arch), "--pack_length", "1000"), make()
+    args = make_args(tiny_models(arch), "--pack_length", "1000")
+    rollouts = make()
     policy = grpo.load_policy(args, world)
     pack = grpo.make_pieces(rollouts, 1000 if share else 0)
     assert [len(piece) for piece in pack] == ([3] * (len(rollouts) // 3) if share else [1] * len(rollouts))
-    together, apart = grpo.make_batch([pack], world.device), grpo.make_batch([[[r]] for r in rollouts], world.device)
+    together = grpo.make_batch([pack], world.device)
+    apart = grpo.make_batch([[[r]] for r in rollouts], world.device)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         logprobs = policy(together, 1.0)[0][together.response_mask]
         torch.testing.assert_close(logprobs, policy(apart, 1.0)[0][apart.response_mask], rtol=1e-6, atol=1e-6)
@@ -411,7 +424,8 @@ def test_a_leaking_model_has_one_response_a_row(tiny_models, world, dtype, size)
 def test_trainable_leaves_out_what_has_no_gradient(tiny_models):
     rollouts = make_rollouts()
     for r in rollouts[:3]:
-        r.outcome, r.score = 0.0, r.sample / 10  # a constant group, but for penalties
+        r.outcome = 0.0
+        r.score = r.sample / 10  # a constant group, but for penalties
     rollouts[4].score = math.nan  # a missing reward
     rollouts[7].finish_reason = "length"
     groups = [rollouts[i : i + 3] for i in range(0, 12, 3)]
@@ -427,7 +441,8 @@ def test_trainable_leaves_out_what_has_no_gradient(tiny_models):
 def test_reference_refresh(tiny_models, world, stage):
     """Also right after forwards without backward, which leave whole bfloat16 copies in place of the master weights."""
     args = make_args(tiny_models(), "--model_dtype", "bfloat16", "--deepspeed_stage", stage)
-    policy, ref = grpo.load_policy(args, world), grpo.load_policy(args, world)
+    policy = grpo.load_policy(args, world)
+    ref = grpo.load_policy(args, world)
     with torch.no_grad():
         for p in policy.parameters():
             utils.shard_of(p).add_(1.0)

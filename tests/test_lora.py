@@ -57,7 +57,8 @@ def test_the_policy_starts_as_the_model_and_is_it_without_adapters(tiny_models, 
     """Bit for bit, before training and after: that is the reference policy, which takes no memory."""
     flags = ("--model_dtype", dtype, "--deepspeed_stage", stage, "--load_ref_policy", "--beta", 0.1)
     args = lora_args(tiny_models(), *flags)
-    learner, batch = grpo.load_learner(args, world), batch_of(make_rollouts())
+    learner = grpo.load_learner(args, world)
+    batch = batch_of(make_rollouts())
     plain = grpo.load_policy(dataclasses.replace(args, lora_rank=0), world)
     want = logprobs(plain, batch)
     assert learner.ref_policy is learner.policy
@@ -74,7 +75,8 @@ def test_the_policy_starts_as_the_model_and_is_it_without_adapters(tiny_models, 
 @pytest.mark.parametrize("arch, tied", [("llama", True), ("qwen2", False), ("qwen3", True)])
 def test_merged_weights_compute_what_the_adapters_do(tiny_models, world, arch, tied):
     args = lora_args(tiny_models(arch, tied))
-    policy, batch = grpo.load_policy(args, world), batch_of(make_rollouts())
+    policy = grpo.load_policy(args, world)
+    batch = batch_of(make_rollouts())
     names = [name for name, _ in utils.named_weights(policy.model)]
     plain = grpo.load_policy(dataclasses.replace(args, lora_rank=0), world)
     assert names == [name for name, _ in utils.named_weights(plain.model)]
@@ -106,7 +108,8 @@ def update(args, world, mini_batches, packing="shared"):
 
 
 def test_only_adapters_train_and_the_split_does_not_matter(tiny_models, world):
-    args, rollouts = lora_args(tiny_models(), "--pack_length", 1000), make_rollouts()
+    args = lora_args(tiny_models(), "--pack_length", 1000)
+    rollouts = make_rollouts()
     fresh = grpo.load_policy(args, world)
     shake(fresh)
     start = {name: tensor.clone() for name, tensor in adapters.adapter_weights(fresh.model)}
@@ -156,7 +159,8 @@ def test_the_saved_adapter_is_pefts_and_the_merged_model_transformers(tiny_model
 
     model = tiny_models("qwen2", False)
     args = lora_args(model, "--model_dtype", dtype, "--lora_merge")
-    policy, rollouts = grpo.load_policy(args, world), make_rollouts()
+    policy = grpo.load_policy(args, world)
+    rollouts = make_rollouts()
     shake(policy)
     utils.save_model(policy, utils.load_tokenizer(args), tmp_path / "model", args, world)
     config = json.loads((tmp_path / "model" / "adapter_config.json").read_text())
@@ -176,7 +180,8 @@ def test_the_saved_adapter_is_pefts_and_the_merged_model_transformers(tiny_model
         start = loaded.get_parameter(f"base_model.model.{name.removesuffix('.weight')}.base_layer.weight")
         assert torch.equal(merged.get_parameter(name), (start.float() + 2 * (b @ a)).to(merged.dtype))
     batch = batch_of(rollouts)
-    want, tolerance = logprobs(policy, batch), 1e-5 if dtype == "float32" else 0.1
+    want = logprobs(policy, batch)
+    tolerance = 1e-5 if dtype == "float32" else 0.1
     for other in (loaded, merged):
         with torch.no_grad():
             got, _ = plain_logprobs(other, rollouts[0], 1.0)

@@ -20,7 +20,8 @@ TOLERANCE = {torch.float32: dict(rtol=1e-4, atol=1e-5), torch.float64: dict(rtol
 TWIN = {torch.float32: "", torch.float64: "64"}  # suffix of verl's result in this precision
 both_dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "float64"])
 KL_KINDS = {"k1": 0, "kl": 0, "k2": 1, "mse": 1, "k3": 2, "low_var_kl": 2}
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 LOSS_FNS = typing.get_args(grpo.Args.__dataclass_fields__["loss_fn"].type)  # a fork's too
 
 
@@ -149,7 +150,8 @@ def test_dapo_clips_each_side_by_sign(ratio, advantage, want, gradient):
 
 
 def test_dual_clip_bounds_bad_tokens_only():  # ratio 5, c = 3
-    new, old = log(0.5, 0.5), log(0.1, 0.1)
+    new = log(0.5, 0.5)
+    old = log(0.1, 0.1)
     advantages = per_token(-2.0, 2.0)
     loss, _, _, grad = loss_of(new, old, advantages, dual=3.0)
     assert_close(loss, per_token(6.0, -2.4))  # min(2 x 5, 2 x 3), and -2 x 1.2 as without
@@ -160,7 +162,8 @@ def test_dual_clip_bounds_bad_tokens_only():  # ratio 5, c = 3
 
 @pytest.mark.parametrize("advantage", [1.5, -1.5])
 def test_cispo_keeps_the_gradient_of_clipped_tokens(advantage):
-    new, old = log(0.5, 0.2, 0.1), log(0.1, 0.2, 0.5)  # ratios 5, 1, 0.2, clipped above at 1.3
+    new = log(0.5, 0.2, 0.1)
+    old = log(0.1, 0.2, 0.5)  # ratios 5, 1, 0.2, clipped above at 1.3
     loss, _, clipped, grad = loss_of(new, old, advantage, "cispo", lower=INF, higher=0.3)
     weights = per_token(1.3, 1.0, 0.2)
     assert_close(grad, -advantage * weights)  # d log p = 1
@@ -169,7 +172,8 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens(advantage):
 
 
 def test_gspo_ratio_is_the_geometric_mean_of_the_response():
-    new, old = log(0.4, 0.1, 0.8), log(0.2, 0.2, 0.1)  # ratios 2, 1/2, 8: product 8, cube root 2
+    new = log(0.4, 0.1, 0.8)
+    old = log(0.2, 0.2, 0.1)  # ratios 2, 1/2, 8: product 8, cube root 2
     loss, ratio, _, grad = loss_of(new, old, 1.0, "gspo", higher=3.0)
     assert_close(ratio, per_token(2.0, 2.0, 2.0))
     assert_close(loss, per_token(-2.0, -2.0, -2.0))
@@ -190,7 +194,8 @@ def test_on_policy_every_loss_has_the_policy_gradient(loss_fn):  # -A grad log p
 @pytest.mark.parametrize("loss_fn", LOSS_FNS)
 def test_off_policy_no_loss_mixes_the_responses_of_a_row(loss_fn):
     """tests/test_learner.py's splits are on policy, where a mean over the row is one over the response: ratio 1."""
-    generator, sizes = torch.Generator().manual_seed(0), (1, 4, 2, 5)
+    generator = torch.Generator().manual_seed(0)
+    sizes = (1, 4, 2, 5)
     new, old = -3 * torch.rand(2, 1, sum(sizes), generator=generator, dtype=torch.float64)
     advantages = per_token(*(a for a, n in zip((2.0, -1.0, 0.5, -3.0), sizes, strict=True) for _ in range(n)))
     seq_ids = torch.arange(1, 5).repeat_interleave(torch.tensor(sizes))[None]
@@ -215,7 +220,8 @@ VERL_LOSSES = {"vanilla": ("dapo", 3.0), "gspo": ("gspo", 0.0), "cispo": ("cispo
 
 def aggregate_as_verl(values, mask, case):
     """aggregate() called to mean verl's mode. verl's dp_size is our global counts and the trainer's x world size."""
-    params, responses = case["params"], int(mask.any(1).sum())
+    params = case["params"]
+    responses = int(mask.any(1).sum())
     tokens = params.get("batch_num_tokens", int(mask.sum()))
     sequences = params.get("global_batch_size", responses)
     kind = {
@@ -237,7 +243,8 @@ def verl_loss(case, dtype, padding=None):
         new = torch.where(mask, new, padding)
     new.requires_grad_()
     loss_fn, dual = VERL_LOSSES[case["kind"]]
-    low, high = case["params"]["clip_low"], case["params"]["clip_high"]
+    low = case["params"]["clip_low"]
+    high = case["params"]["clip_high"]
     inputs = inputs_of(mask, new_logprobs=new, old_logprobs=old, advantages=advantages)
     flags = grpo.GRPOFlags(loss_fn=loss_fn, clip_lower=low, clip_higher=high, clip_dual=dual)
     values = grpo.policy_loss(inputs, flags).per_token
@@ -283,7 +290,8 @@ def test_verl_kl(case, dtype):
     new.requires_grad_()
     got = grpo.kl_estimates(new, ref, torch.ones_like(new))[KL_KINDS[case["kind"]]]
     grad = torch.autograd.grad(got.sum(), new)[0]
-    want, d = torch.tensor(case["value" + TWIN[dtype]], dtype=dtype), (new - ref).detach()
+    want = torch.tensor(case["value" + TWIN[dtype]], dtype=dtype)
+    d = (new - ref).detach()
     same = torch.ones_like(want, dtype=torch.bool)
     if case["kind"] == "low_var_kl":
         same = (d.abs() < 20) & (want < 10)
@@ -307,7 +315,8 @@ def weights_of(old, engine, mask=None, seq_ids=None, upper=0.0, **options):
     return grpo.importance_weights(inputs, grpo.GRPOFlags(rho_clamp_upper_bound=upper, **flags))
 
 
-OLD, ENGINE = log(0.8, 0.2, 0.3, 0.1), log(0.2, 0.2, 0.6, 0.4)  # rho 4, 1, 1/2, 1/4
+OLD = log(0.8, 0.2, 0.3, 0.1)
+ENGINE = log(0.2, 0.2, 0.6, 0.4)  # rho 4, 1, 1/2, 1/4
 
 
 @pytest.mark.parametrize(
@@ -363,7 +372,8 @@ def test_sequence_level_masking_drops_whole_responses(bounds, want):
 
 def test_weights_are_zero_and_silent_outside_the_mask():
     mask = torch.tensor([[True, False, False, True]])
-    old, engine = OLD.clone().requires_grad_(), ENGINE.clone()
+    old = OLD.clone().requires_grad_()
+    engine = ENGINE.clone()
     engine[0, 1:3] = torch.tensor([NAN, -INF])
     got = weights_of(
         old, engine, mask=mask, mask_upper_bound=1.5, mask_sequence_level=True
@@ -376,7 +386,8 @@ def test_verl_token_weights():
     """verl's normalize divides by the mean over masked tokens, after truncation; done here, as grpo.py has no such."""
     (case,) = (c for c in CASES if c["fn"] == "rollout_is")
     mask = torch.tensor(case["mask"]).bool()
-    old, engine = torch.tensor(case["logp_train"]), torch.tensor(case["logp_rollout"])
+    old = torch.tensor(case["logp_train"])
+    engine = torch.tensor(case["logp_rollout"])
     got = weights_of(old, engine, mask=mask, upper=case["params"]["threshold"])
     assert case["params"]["normalize"]
     assert_close(got / got[mask].mean(), torch.tensor(case["weights"]), **TOLERANCE[torch.float32])
@@ -386,7 +397,8 @@ def test_verl_token_rejection():
     """verl's token_k1 bounds engine over learner; [0.8, 1.25] is its own inverse, so it bounds our ratio too."""
     (case,) = (c for c in CASES if c["fn"] == "rollout_rs")
     assert case["params"]["threshold"] == "0.8_1.25"
-    old, engine = torch.tensor(case["logp_train"]), torch.tensor(case["logp_rollout"])
+    old = torch.tensor(case["logp_train"])
+    engine = torch.tensor(case["logp_rollout"])
     got = weights_of(old, engine, mask=torch.tensor(case["mask"]).bool(), mask_lower_bound=0.8, mask_upper_bound=1.25)
     assert torch.equal(got > 0, torch.tensor(case["kept"]).bool())
     assert case["kept"] != case["mask"]
@@ -433,7 +445,8 @@ def test_head_against_torch(temperature, chunk):
     want_entropy = torch.distributions.Categorical(logits=logits).entropy()
     assert_close(logprobs, want, rtol=1e-5, atol=1e-5)
     assert_close(entropy, want_entropy, rtol=1e-5, atol=1e-5)
-    a, b = torch.linspace(-1, 2, 7), torch.linspace(3, -2, 7)
+    a = torch.linspace(-1, 2, 7)
+    b = torch.linspace(3, -2, 7)
     for g, h in ((a, b), (a, 0 * b), (0 * a, b)):
         got = torch.autograd.grad((g * logprobs + h * entropy).sum(), (hidden, weight), retain_graph=True)
         wanted = torch.autograd.grad((g * want + h * want_entropy).sum(), (hidden, weight), retain_graph=True)
@@ -476,7 +489,8 @@ TOTALS = grpo.Totals(tokens=5.0, responses=2.0)
 
 
 def whole_loss(batch, new, entropy, args):
-    new, entropy = new.clone().requires_grad_(), entropy.clone().requires_grad_()
+    new = new.clone().requires_grad_()
+    entropy = entropy.clone().requires_grad_()
     loss = grpo.grpo_loss(batch.loss_inputs(new, entropy), TOTALS, args, utils.Metrics())
     return loss.detach(), *torch.autograd.grad(loss, (new, entropy), allow_unused=True)
 
@@ -489,7 +503,8 @@ def test_padding_reaches_neither_loss_nor_gradient(padding, denominator, loss_fn
     options = dict(loss_denominator=denominator, loss_fn=loss_fn, kl_estimator=estimator, rho_mask_upper_bound=1.2)
     for sequence_level in (False, True):
         args = replace(BASE, **options, rho_mask_sequence_level=sequence_level)
-        (dirty, dirty_new), (clean, clean_new) = two_rows(padding), two_rows(0.0)
+        (dirty, dirty_new) = two_rows(padding)
+        (clean, clean_new) = two_rows(0.0)
         got = whole_loss(dirty, dirty_new, torch.where(dirty.response_mask, 0.7, padding), args)
         want = whole_loss(clean, clean_new, torch.where(clean.response_mask, 0.7, 0.0), args)
         assert got[0].isfinite() and want[1][clean.response_mask].all()
@@ -508,7 +523,8 @@ def test_cispo_has_no_lower_bound():
 def test_metrics_are_blind_to_padding():
     read = []
     for padding in (0.0, NAN, -INF):
-        (batch, new), metrics = two_rows(padding), utils.Metrics()
+        (batch, new) = two_rows(padding)
+        metrics = utils.Metrics()
         inputs = batch.loss_inputs(new, torch.where(batch.response_mask, 0.7, padding))
         grpo.grpo_loss(inputs, TOTALS, BASE, metrics)
         read.append({name: (float(total), float(count)) for name, (total, count) in metrics.sums.items()})
@@ -521,7 +537,8 @@ def test_whole_loss_by_hand():
 
     ratio 1.2, rho 0.5 / 0.4 = 1.25; k3: exp(-ln 2) - 1 + ln 2. loss = -2 x 1.2 x 1.25 + 0.1 k3 - 0.01 x 0.5
     """
-    ids, mask = torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1, dtype=torch.bool)
+    ids = torch.zeros(1, 1, dtype=torch.long)
+    mask = torch.ones(1, 1, dtype=torch.bool)
     old, engine, ref, new = (log(p).float() for p in (0.5, 0.4, 0.3, 0.6))
     batch = grpo.Batch(ids, ids, mask, ids, torch.tensor([[2.0]]), engine, old_logprobs=old, ref_logprobs=ref)
 

@@ -94,7 +94,8 @@ def test_metrics_of_a_loss_by_hand():
 
 def test_the_gap_and_its_standard_error_by_hand():
     """rho of three tokens: 1, 1.2, 0.8; their variance is 0.08 / 3, and a mean of three has a third of it."""
-    gap, d = guards.Gap(), torch.tensor([1.0, 1.2, 0.8, 9.0]).log()
+    gap = guards.Gap()
+    d = torch.tensor([1.0, 1.2, 0.8, 9.0]).log()
     gap.add(gap_batch(d, 3))
     found = gap.reduce(args_of(), ONE).metrics
     absolute = d[:3].abs()
@@ -108,7 +109,8 @@ def test_the_gap_and_its_standard_error_by_hand():
 
 def test_a_half_right_response_does_not_pass():
     """Two verifiers, of which one says yes: a verdict of 1 of 2."""
-    prompt, metrics = utils.Prompt(0, (5,), "", ("7", "8"), ("gsm8k", "gsm8k")), utils.Metrics()
+    prompt = utils.Prompt(0, (5,), "", ("7", "8"), ("gsm8k", "gsm8k"))
+    metrics = utils.Metrics()
     verdicts = [1.0, 2.0, 0.0, 1.0]
     grpo.note_pass_at_k([rollout(prompt=prompt, verifiable=v) for v in verdicts], metrics)
     assert metrics.reduce(ONE) == {"pass_at_1": 0.25, "pass_at_2_unbiased": 0.5, "pass_at_4_unbiased": 1.0}
@@ -123,7 +125,8 @@ def test_a_half_right_response_does_not_pass():
 ])  # fmt: skip
 def test_operations_of_an_update_are_counted_in_forwards(flags, forwards):
     """A backward is two; frozen weights have half of it. Old and reference logprobs are one each."""
-    policy, args = SimpleNamespace(flops=lambda tokens, pairs, responses: tokens + 100 * responses), args_of(flags)
+    policy = SimpleNamespace(flops=lambda tokens, pairs, responses: tokens + 100 * responses)
+    args = args_of(flags)
     learner: Any = SimpleNamespace(policy=policy, ref_policy=policy if "--load_ref_policy" in flags else None)
     step = grpo.Step(1, packs=[[[[rollout(tokens=3), rollout(tokens=4)]]]])
     grpo.note_update(learner, step, args)
@@ -171,7 +174,8 @@ def test_a_teacher_has_no_adapters_and_is_asked_how_it_packs(monkeypatch):
     args = args_of("--lora_rank 4 --ref_model_name_or_path t --model_revision v2")
     of_teacher = args.of_reference()
     assert (of_teacher.lora_rank, of_teacher.model_name_or_path, of_teacher.model_revision) == (0, "t", None)
-    ways, asked = {"policy": "shared", "teacher": "rows"}, []
+    ways = {"policy": "shared", "teacher": "rows"}
+    asked = []
     monkeypatch.setattr(grpo, "choose_packing", lambda who, _, args, __: asked.append((who, args)) or ways[who])
     learner: Any = SimpleNamespace(policy="policy", ref_policy="teacher")
     assert grpo.choose_common_packing(learner, None, args, ONE) == "rows"
@@ -363,7 +367,8 @@ def counted_step(args, **metrics):
     args = replace(args, model_dtype="float32")
     learner = SimpleNamespace(scheduler=SimpleNamespace(state_dict=dict))
     run: Any = SimpleNamespace(args=args, world=ONE, state=state, learner=learner, start_time=0.0)
-    run.train_prompts, run.guards = [0] * 8, guards.Guards(args, 1)
+    run.train_prompts = [0] * 8
+    run.guards = guards.Guards(args, 1)
     step = grpo.Step(1, gap=guards.Gap(), start_time=-1.0, seconds={"time/training": 2.0, "time/generation": 2.0})
     for name, value in metrics.items():
         step.metrics.count(name.replace("__", "/"), value)

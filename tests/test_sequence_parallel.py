@@ -98,8 +98,10 @@ def learn(model, world, case, *flags):
 
 def refusals(model, world, *flags):
     """What is said of a model whose layers mix neighbouring tokens, and of one with chunks; how a good one packs."""
-    args, said = make_args(model, *flags), []
-    policy, prompt = grpo.load_policy(args, world), make_rollouts()[0].prompt
+    args = make_args(model, *flags)
+    said = []
+    policy = grpo.load_policy(args, world)
+    prompt = make_rollouts()[0].prompt
     said.append(grpo.choose_packing(policy, prompt, args, world))
     hook = policy.model.base_model.layers[0].register_forward_hook(
         lambda _module, _inputs, out: out + 3 * torch.roll(out, 1, dims=1)
@@ -110,7 +112,8 @@ def refusals(model, world, *flags):
             grpo.choose_packing(policy, prompt, args, world)
         said.append(str(error.value))
     hook.remove()
-    policy.model.config._attn_implementation, policy.model.config.attention_chunk_size = "sdpa", None
+    policy.model.config._attn_implementation = "sdpa"
+    policy.model.config.attention_chunk_size = None
     with pytest.raises(utils.UserError) as error:
         grpo.choose_packing(policy, prompt, args, world)
     return [*said, str(error.value)]
@@ -190,17 +193,20 @@ def test_ranks_that_share_packs_have_the_groups_of_one_rank(monkeypatch, size, n
     monkeypatch.setattr(grpo, "set_advantages", lambda *_: None)
     monkeypatch.setattr(utils, "all_reduce", lambda values, *_: [0.0])
     monkeypatch.setattr(utils, "all_gather", lambda thing, _: [thing])
-    prompts, (a, b, *_) = [utils.Prompt(i, (i, 1), "", (), ()) for i in range(31)], make_rollouts()
+    prompts = [utils.Prompt(i, (i, 1), "", (), ()) for i in range(31)]
+    (a, b, *_) = make_rollouts()
 
     def sample(_engine, groups, _):
         for group in groups:
-            position, prompt = group[0].position, group[0].prompt
+            position = group[0].position
+            prompt = group[0].prompt
             group[:] = [dataclasses.replace(r, position=position, prompt=prompt) for r in (a, b)]
 
     def sampled(rank, ranks, size):
         flags = "--model_name_or_path x --num_unique_prompts_rollout 24 --num_mini_batches 2 --total_episodes 96"
         args = utils.parse_args(grpo.Args, [*flags.split(), "--sequence_parallel_size", str(size)])
-        state, world = grpo.start_state() | {"cursor": 48}, utils.World(rank, rank, ranks, torch.device("cpu"))
+        state = grpo.start_state() | {"cursor": 48}
+        world = utils.World(rank, rank, ranks, torch.device("cpu"))
         run = SimpleNamespace(engine=object(), train_prompts=prompts, state=state, args=args, world=world)
         return grpo.sample_groups(run, utils.Timer())[0], state, args
 

@@ -63,20 +63,24 @@ def test_without_any_reward_the_policy_moves_to_the_teacher(tiny_models, teacher
     """The expected gradient, exactly: all 512 next tokens of a prompt, each as often as the policy says. k2 and k4
     have the gradient of the KL, k3 that of the KL the other way round, k1 none."""
     args = make_args(tiny_models(), *TEACH, "--ref_model_name_or_path", teacher)
-    policy, ref = grpo.load_policy(args, world), grpo.load_policy(args.of_reference(), world, frozen=True)
+    policy = grpo.load_policy(args, world)
+    ref = grpo.load_policy(args.of_reference(), world, frozen=True)
     prompt = utils.Prompt(0, (5, 6, 7), "", ("1",), ("gsm8k",))
     rows = [[[grpo.Rollout(prompt, 0, i, [i], [0.0], [True], [0], "stop")]] for i in range(512)]
     batch = grpo.make_batch(rows, world.device)
     with torch.no_grad():
         batch.ref_logprobs = ref(batch, args.temperature)[0]
     new, _ = policy(batch, args.temperature)
-    old, theirs = new.detach(), batch.ref_logprobs
+    old = new.detach()
+    theirs = batch.ref_logprobs
     kls = grpo.kl_estimates(new, theirs, (new - old).exp())
     (weight,) = (p for n, p in policy.named_parameters() if n.endswith("layers.1.mlp.down_proj.weight"))
     (got,) = torch.autograd.grad((old.exp() * kls[grpo.KL_ESTIMATORS[estimator]]).sum(), weight, retain_graph=True)
-    forward, reverse = -(theirs.exp() * new).sum(), (new.exp() * (new - theirs)).sum()
+    forward = -(theirs.exp() * new).sum()
+    reverse = (new.exp() * (new - theirs)).sum()
     (want,) = torch.autograd.grad(forward if estimator == "kl3" else reverse, weight, retain_graph=True)
-    got, want = utils.shard_of(got), utils.shard_of(want)
+    got = utils.shard_of(got)
+    want = utils.shard_of(want)
     assert (got - want * teaches).norm() < 2e-5 * want.norm()
 
 
@@ -104,7 +108,8 @@ def test_the_same_vocabulary_token_by_token(tiny_models, teacher, tmp_path):
     vocabulary = text["model"]["vocab"]
     words = {i: word for word, i in vocabulary.items()}
     assert len(words) > 300
-    vocabulary[words[300]], vocabulary[words[299]] = 299, 300
+    vocabulary[words[300]] = 299
+    vocabulary[words[299]] = 300
     path.write_text(json.dumps(text))
     other = replace(args, ref_model_name_or_path=str(tmp_path / "other"))
     with pytest.raises(utils.UserError, match="^--ref_model_name_or_path .*/other: token 299 "):

@@ -63,7 +63,8 @@ def differences(model, world, rollouts, ways, *flags):
     update."""
     args = make_args(model, "--pack_length", "1000", *flags)
     want, weights, metrics = one_at_a_time(model, world, rollouts)
-    policy, start = grpo.load_policy(args, world), start_weights(args, world)
+    policy = grpo.load_policy(args, world)
+    start = start_weights(args, world)
     assert policy.model.config._attn_implementation == utils.PACK_ATTENTION
     out = {}
     for way in ways:
@@ -99,7 +100,8 @@ def test_flex_attention_has_the_same_window(share, window):
     rollouts = long_rollouts()
     pack = grpo.make_pieces(rollouts, 1000 if share else 0)
     batch = grpo.make_batch([pack], torch.device("cpu"))
-    layout, tokens = batch.layout, batch.input_ids.shape[1]
+    layout = batch.layout
+    tokens = batch.input_ids.shape[1]
     inputs = [torch.randn(1, heads, tokens, 16, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2)]
     options = {"scaling": 0.25, "layout": layout, "sliding_window": window}
     by_piece, flex = (

@@ -52,7 +52,8 @@ def save(checkpoints, small, number, **extra):
 def test_a_checkpoint_is_what_was_there_when_save_was_called(tmp_path, world):
     """The write goes on in the background while training changes weights and random numbers are drawn. Rate and decay
     are those of this start's flags."""
-    small, checkpoints = Small(), utils.Checkpoints(tmp_path, 3, world)
+    small = Small()
+    checkpoints = utils.Checkpoints(tmp_path, 3, world)
     want = [t.clone() for t in small.numbers()]
     rollouts = {3: (7, {0: {"token_ids": [1, 2], "logprobs": [-0.5, -1e-3], "finish_reason": "stop"}})}
     sampler = {"excluded": {1, 2}, "of a fork": {3: [0.5]}}
@@ -77,7 +78,8 @@ def test_a_checkpoint_is_what_was_there_when_save_was_called(tmp_path, world):
 def test_what_a_resume_could_not_load_is_told_when_it_is_saved_and_ends_no_run(tmp_path, world, capsys):
     """As a fork's own state: torch.save takes anything, torch.load plain data alone. Empty at first, it is looked at
     again. The last checkpoint that can be loaded stays."""
-    checkpoints, small = utils.Checkpoints(tmp_path, 3, world), Small()
+    checkpoints = utils.Checkpoints(tmp_path, 3, world)
+    small = Small()
     plain = {"seen": {3: [0.5, math.nan]}, "mean": torch.ones(2), "name": "x", "count": {1, 2}, "pair": (1, None)}
     save(checkpoints, small, 1, **plain, replayed=[])
     checkpoints.wait()
@@ -93,7 +95,8 @@ def test_what_a_resume_could_not_load_is_told_when_it_is_saved_and_ends_no_run(t
 
 def test_old_checkpoints_go(tmp_path, world):
     (tmp_path / "checkpoints" / "step_9.tmp").mkdir(parents=True)  # of a run that was killed
-    checkpoints, small = utils.Checkpoints(tmp_path, 2, world), Small()
+    checkpoints = utils.Checkpoints(tmp_path, 2, world)
+    small = Small()
     for step in (2, 4, 10):
         save(checkpoints, small, step)
     checkpoints.wait()
@@ -122,7 +125,8 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_checkpoint_is_skipped_with_a_message(tmp_path, world, capsys, damage):
-    checkpoints, small = utils.Checkpoints(tmp_path, -1, world), Small()
+    checkpoints = utils.Checkpoints(tmp_path, -1, world)
+    small = Small()
     for step in (1, 2):
         save(checkpoints, small, step)
     checkpoints.wait()
@@ -215,7 +219,8 @@ def test_a_dump_comes_back_to_the_bit_and_damage_is_noticed(tmp_path):
         assert torch.tensor(rows[0][name]).view(torch.int32).tolist() == bits
     assert rows[0]["score"] is None and rows[0]["results"][0]["score"] is None and "old_logprobs" not in rows[1]
     for made, want in zip(dumps.rollouts_of(rows), rollouts, strict=True):
-        made.results, text = want.results, made.prompt.text
+        made.results = want.results
+        text = made.prompt.text
         assert made.prompt.token_ids == want.prompt.token_ids and text == want.prompt.text
         assert str(vars(made) | {"prompt": 0}) == str(vars(want) | {"prompt": 0})  # as text NaN equals NaN
     flip(tmp_path / "rollouts.jsonl")
@@ -266,7 +271,8 @@ def test_a_replay_gives_the_same_bits(dumped, tmp_path):
     done = replay(dumped, "--step", 5, "--from_start", "--save", tmp_path / "model")
     assert done.returncode == 0 and done.stdout.count("weights") == 6, done.stdout + done.stderr
     assert "equal: replayed weights and metrics are the run's" in done.stdout
-    a, b = weights(dumped / "model"), weights(tmp_path / "model")
+    a = weights(dumped / "model")
+    b = weights(tmp_path / "model")
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
@@ -287,7 +293,8 @@ def test_a_replay_of_another_batch_is_noticed(dumped, tmp_path):
 def test_training_on_dumped_batches_is_the_run_again(dumped, tiny_models, data, tmp_path):  # noqa: F811
     flags = REPLAYED.replace("--dump_steps all --checkpoint_state_freq 2", f"--load_batches {dumped}")
     run(tiny_models(), data, tmp_path, f"--exp_name again {flags}")
-    a, b = weights(dumped / "model"), weights(tmp_path / "again" / "model")
+    a = weights(dumped / "model")
+    b = weights(tmp_path / "again" / "model")
     assert all(torch.equal(a[name], b[name]) for name in a)
     for x, y in zip(read(dumped / "metrics.jsonl"), read(tmp_path / "again" / "metrics.jsonl"), strict=True):
         for name in ("loss/total_avg", "optim/grad_norm", "objective/scores", "val/sequence_lengths_solved"):
@@ -303,11 +310,13 @@ def test_resume_on_another_machine(tiny_models, data, tmp_path):  # noqa: F811
     3 of it, and to_hf.py the model that they saved, to the byte."""
     flags = f"--exp_name it --total_episodes 192 --checkpoint_state_freq 2 --seed 3 --deepspeed_stage 3 {TRANSFORMERS}"
     run(tiny_models(), data, tmp_path / "here", f"{flags} --save_freq 2", ranks=2)
-    there, model = tmp_path / "there" / "it", tmp_path / "model"
+    there = tmp_path / "there" / "it"
+    model = tmp_path / "model"
     shutil.copytree(tiny_models(), model)
     shutil.move(tmp_path / "here" / "it", there)
     assert (there / "checkpoints" / "step_2" / "rank_1.pt").is_file()
-    want, tokens = weights(there / "model"), "val/learner_tokens"
+    want = weights(there / "model")
+    tokens = "val/learner_tokens"
     for row in read(there / "metrics.jsonl"):
         assert row["val/num_learner_tokens"] == 2 * row[tokens] == row[f"{tokens}_min"] + row[f"{tokens}_max"]
     shutil.rmtree(there / "model")
@@ -350,8 +359,11 @@ def test_a_broken_run_ends_as_the_unbroken_one(script, more, tiny_models, data, 
     weights are bit-equal, all metrics but times equal. With grpo_fast.py the rollouts of older weights that were under
     way come from the checkpoint, and the unbroken run's learner is a Python of its own, which hashes strings otherwise
     (PYTHONHASHSEED) than its engine and the broken run; test_run.py has such an engine."""
-    whole, run_dir, log = tmp_path / "whole", tmp_path / "it", tmp_path / "log"
-    metrics, checkpoints = run_dir / "metrics.jsonl", run_dir / "checkpoints"
+    whole = tmp_path / "whole"
+    run_dir = tmp_path / "it"
+    log = tmp_path / "log"
+    metrics = run_dir / "metrics.jsonl"
+    checkpoints = run_dir / "checkpoints"
     flags = f"--exp_name it {BROKEN} {more}"
 
     def steps():
@@ -383,7 +395,8 @@ def test_a_broken_run_ends_as_the_unbroken_one(script, more, tiny_models, data, 
 
     line = command(tiny_models(), data, tmp_path, f"--exp_name whole {BROKEN} {more}", script=script)
     check(programs.run(line if script == "grpo.py" else ["-c", OWN_LEARNER, *line], **ENV))
-    a, b = weights(whole / "model"), weights(run_dir / "model")
+    a = weights(whole / "model")
+    b = weights(run_dir / "model")
     assert all(torch.equal(a[name], b[name]) for name in a)
     for x, y in zip(read(whole / "metrics.jsonl"), read(metrics), strict=True):
         timed = re.compile(r"_share$|per_second|seconds|utilization|groups_started|groups_in_flight|weight_sync")

@@ -40,7 +40,8 @@ def test_async_steps_0_is_grpo_py_bit_for_bit(five_steps, tiny_models, data, tmp
     flags = f"--exp_name fast --total_episodes 192 --async_steps 0 --save_freq 1 {VLLM}"
     run("grpo_fast.py", tiny_models(), data, tmp_path, flags)
     for step in (1, 2, 3):
-        a, b = weights(five_steps() / f"step_{step}"), weights(tmp_path / "fast" / f"step_{step}")
+        a = weights(five_steps() / f"step_{step}")
+        b = weights(tmp_path / "fast" / f"step_{step}")
         assert all(torch.equal(a[name], b[name]) for name in a), f"step {step}"
     sync, fast = [read(d / "metrics.jsonl")[:3] for d in (five_steps(), tmp_path / "fast")]
     assert sum(row["optim/skipped_steps"] for row in sync) < 3, "nothing was trained: the test shows nothing"
@@ -60,7 +61,8 @@ def test_the_transformers_engine_too_gives_the_bits_of_grpo_py_though_it_is_kill
     flags += f" --dataset_mixer_eval_list {data / 'test.jsonl'} 1.0 --local_eval_every 1 --num_mini_batches 2"
     run("grpo.py", tiny_models(), data, tmp_path, f"--exp_name sync {flags}")
     flags += " --exp_name fast --async_steps 0 --checkpoint_state_freq 1"
-    log, latest = tmp_path / "log", tmp_path / "fast" / "checkpoints" / "latest"
+    log = tmp_path / "log"
+    latest = tmp_path / "fast" / "checkpoints" / "latest"
     process = start(log, *command("grpo_fast.py", tiny_models(), data, tmp_path, flags))
     wait_until(latest.exists, process, log)
     process.kill()
@@ -77,7 +79,8 @@ def test_two_learners_make_the_same_first_update(five_steps, tiny_models, data, 
     flags = "--exp_name two --total_episodes 64 --save_freq 1 --async_steps 0 --num_learners_per_node 2"
     run("grpo_fast.py", tiny_models(), data, tmp_path, f"{flags} --deepspeed_stage 3 {VLLM}")
     assert not read(five_steps() / "metrics.jsonl")[0]["optim/skipped_steps"]
-    a, b = weights(five_steps() / "step_1"), weights(tmp_path / "two" / "step_1")
+    a = weights(five_steps() / "step_1")
+    b = weights(tmp_path / "two" / "step_1")
     for name in a:  # Adam's first step is the gradient's sign: rounding shows where a gradient is nearly zero
         assert (a[name] - b[name]).norm() <= 1e-4 * a[name].norm(), name
 
@@ -87,7 +90,8 @@ def test_staleness_is_bounded_and_nothing_is_lost(tiny_models, data, tmp_path): 
     flags = "--exp_name x --total_episodes 1024 --async_steps 2 --inflight_updates --vllm_num_engines 2 --save_traces "
     flags += f"--response_length 12 --learning_rate 1e-3 --save_freq 5 {VLLM}"
     run("grpo_fast.py", tiny_models(), data, tmp_path, flags)
-    rows, metrics = read(tmp_path / "x" / "rollouts.jsonl"), read(tmp_path / "x" / "metrics.jsonl")
+    rows = read(tmp_path / "x" / "rollouts.jsonl")
+    metrics = read(tmp_path / "x" / "metrics.jsonl")
     names = [(r["position"], r["sample"]) for r in rows]
     assert sorted(names) == [(p, s) for p in range(128) for s in range(8)]
     for r in rows:
@@ -179,7 +183,8 @@ def test_two_nodes_survive_a_kill(five_steps, tiny_models, data, tmp_path):  # n
     finally:
         for agent in agents:
             agent.kill()
-    a, b = weights(five_steps() / "step_3"), weights(tmp_path / "x" / "step_3")
+    a = weights(five_steps() / "step_3")
+    b = weights(tmp_path / "x" / "step_3")
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert [row["training_step"] for row in read(tmp_path / "x" / "metrics.jsonl")] == [1, 2, 3]
     assert sum(log.read_text().count("ready after") for log in logs) == 2, "nobody was started again"
@@ -236,42 +241,30 @@ def test_a_stall_ends_the_run_with_stacks_and_outstanding_requests(tiny_models, 
     assert text.splitlines()[-1].endswith("stalled, waiting for engine 0")
 
 
-RECIPES = {  # P, G, pack_length, learners, mini-batches, packs a step: open-instruct's recipes, lengths made up
-    "tulu3": (64, 16, 4096, 6, 2, 157),
-    "olmo3_32b_think": (64, 8, 35840, 96, 1, 186),
-}
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_packs_of_the_recipes_lose_nothing_and_are_even(name):
-    """Log-normal lengths: no token lost, no pack above its budget, learners' tokens within 2 % of their mean."""
-    prompts, samples, pack_length, learners, mini_batches, packs = RECIPES[name]
+def test_learners_of_a_large_recipe_have_as_many_tokens():
+    """Within 2 % of their mean, for 64 prompts x 8 samples of log-normal lengths and 96 learners."""
     rng = random.Random(0)
-    mean = packs * pack_length / (prompts * samples)
-    for _ in range(2 * mini_batches):
-        rollouts = []
-        for p in range(prompts // mini_batches):
-            prompt = utils.Prompt(p, tuple(range(rng.randint(50, 300))), "", (), ())
-            for j in range(samples):
-                n = int(rng.lognormvariate(math.log(mean) - 0.32, 0.8))
-                rollouts.append(grpo.Rollout(prompt, p, j, range(max(1, min(n, pack_length - 300)))))
-        shares = grpo.pack_rollouts(rollouts, "shared", pack_length, learners, pair_cost=5e-5)
-        pieces = [piece for packs in shares for pack in packs for piece in pack]
-        assert sorted(id(r) for piece in pieces for r in piece) == sorted(map(id, rollouts))
-        assert all(sum(map(grpo.piece_length, pack)) <= pack_length for packs in shares for pack in packs)
-        loads = [sum(grpo.piece_length(piece) for pack in packs for piece in pack) for packs in shares]
-        assert max(loads) <= 1.02 * sum(loads) / learners, max(loads) * learners / sum(loads)
+    rollouts = []
+    for i in range(64):
+        prompt = utils.Prompt(i, tuple(range(rng.randint(50, 300))), "", (), ())
+        for j in range(8):
+            length = int(rng.lognormvariate(math.log(13_000) - 0.32, 0.8))
+            rollouts.append(grpo.Rollout(prompt, i, j, range(min(length, 35_540))))
+    shares = grpo.pack_rollouts(rollouts, "shared", 35_840, 96, pair_cost=5e-5)
+    loads = []
+    for packs in shares:
+        pieces = [piece for pack in packs for piece in pack]
+        loads.append(sum(map(grpo.piece_length, pieces)))
+    assert len(loads) == 96 and max(loads) <= 1.02 * sum(loads) / 96
 
 
 def test_packs_hold_every_rollout_whatever_the_lengths():
     """Property: any rollouts, learners and way of packing; every rollout once, budgets kept, prompts shared."""
     rng = random.Random(0)
     for _ in range(100):
-        learners, packing, pack_length = (
-            rng.randint(1, 5),
-            rng.choice(["shared", "plain", "rows"]),
-            rng.choice([130, 400]),
-        )
+        learners = rng.randint(1, 5)
+        packing = rng.choice(["shared", "plain", "rows"])
+        pack_length = rng.choice([130, 400])
         rollouts = []
         for position in range(rng.randint(0, 12)):
             prompt = utils.Prompt(position, tuple(range(rng.randint(1, 30))), "", (), ())
