@@ -52,23 +52,35 @@ def make_rollouts(groups=4, size=3, seed=0):
     return rollouts
 
 
+def sgd(policy):
+    """Plain SGD, so that weights show the gradient. An update swamps the weights, whose rounding would show."""
+    return torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=1024.0)
+
+
+def update(learner, mini_batches, args, world, packing="shared"):
+    """The metrics of an update of a learner."""
+    batches = []
+    for rollouts in mini_batches:
+        packs = grpo.pack_rollouts(rollouts, packing, args.pack_length)[0]
+        batches.append(grpo.micro_batches(packs, packing, args, world.device))
+    metrics = utils.Metrics()
+    with sdpa_kernel(SDPBackend.MATH):  # the flash kernel's exp has 20 bits: 1e-6 of noise of its own
+        gap, bad = grpo.update(learner, batches, args, world, metrics)
+    return utils.finish_metrics(metrics.reduce(world), args) | gap.metrics | {"bad": bad}
+
+
 def run_update(args, world, mini_batches, optimizer="sgd", ref=False, packing="shared", shift=0.0):
-    """Weights after one update of a fresh policy with plain SGD (so that weights show the gradient), and metrics."""
+    """Weights after one update of a fresh policy, and metrics."""
     policy = grpo.load_policy(args, world)
     ref_policy = grpo.load_policy(args, world).requires_grad_(False) if ref else None
     if shift:
         for p in ref_policy.parameters():
             utils.shard_of(p).mul_(1 + shift)
     adam, scheduler = grpo.make_optimizer(policy, args)
-    sgd = torch.optim.SGD(policy.parameters(), lr=1024.0)  # the update swamps the weights, whose rounding would show
-    metrics = utils.Metrics()
-    chosen = adam if optimizer == "adam" else sgd
-    packs = [grpo.pack_rollouts(rollouts, packing, args.pack_length)[0] for rollouts in mini_batches]
-    batches = [grpo.micro_batches(p, packing, args, world.device) for p in packs]
-    with sdpa_kernel(SDPBackend.MATH):  # the flash kernel's exp has 20 bits: 1e-6 of noise of its own
-        gap, bad = grpo.update(grpo.Learner(policy, ref_policy, chosen, scheduler), batches, args, world, metrics)
+    chosen = adam if optimizer == "adam" else sgd(policy)
+    found = update(grpo.Learner(policy, ref_policy, chosen, scheduler), mini_batches, args, world, packing)
     weights = {k: v.clone() for k, v in utils.full_weights(policy, torch.float32)}
-    return weights, utils.finish_metrics(metrics.reduce(world), args) | gap.metrics | {"bad": bad}
+    return weights, found
 
 
 def start_weights(args, world):

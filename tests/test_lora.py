@@ -7,12 +7,11 @@ import math
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import grpo
 import utils
 from scripts.parts import adapters
-from tests.test_learner import assert_same_update, make_args, make_rollouts, plain_logprobs
+from tests.test_learner import assert_same_update, make_args, make_rollouts, plain_logprobs, sgd, update
 
 LORA = ("--lora_rank", 4, "--lora_alpha", 8)
 
@@ -92,36 +91,30 @@ def test_merged_weights_compute_what_the_adapters_do(tiny_models, world, arch, t
     torch.testing.assert_close(logprobs(policy, batch), logprobs(plain, batch), rtol=1e-5, atol=1e-5)
 
 
-def update(args, world, mini_batches, packing="shared"):
-    """Merged float32 weights after an update, the learner and metrics. Adapters are shaken first: A has a gradient."""
+def trained(args, world, packing="shared"):
+    """Adapters after an update, and the learner. They are shaken first: A has a gradient."""
     learner = grpo.load_learner(args, world)
     shake(learner.policy)
-    sgd = torch.optim.SGD([p for p in learner.policy.parameters() if p.requires_grad], lr=1024.0)
-    learner = dataclasses.replace(learner, optimizer=sgd)
-    packs = [grpo.pack_rollouts(rollouts, packing, args.pack_length)[0] for rollouts in mini_batches]
-    metrics = utils.Metrics()
-    batches = [grpo.micro_batches(p, packing, args, world.device) for p in packs]
-    with sdpa_kernel(SDPBackend.MATH):  # the flash kernel's exp has 20 bits: 1e-6 of noise of its own
-        grpo.update(learner, batches, args, world, metrics)
+    learner = dataclasses.replace(learner, optimizer=sgd(learner.policy))
+    update(learner, [make_rollouts()], args, world, packing)
     weights = {name: tensor.clone() for name, tensor in adapters.adapter_weights(learner.policy.model)}
-    return weights, learner, metrics.reduce(world)
+    return weights, learner
 
 
 def test_only_adapters_train_and_the_split_does_not_matter(tiny_models, world):
     args = lora_args(tiny_models(), "--pack_length", 1000)
-    rollouts = make_rollouts()
     fresh = grpo.load_policy(args, world)
     shake(fresh)
     start = {name: tensor.clone() for name, tensor in adapters.adapter_weights(fresh.model)}
-    whole, learner, _ = update(args, world, [rollouts])
+    whole, learner = trained(args, world)
     frozen = {n: utils.shard_of(p) for n, p in fresh.named_parameters() if not p.requires_grad}
     utils.shard_again(learner.policy)
     now = {n: utils.shard_of(p) for n, p in learner.policy.named_parameters() if not p.requires_grad}
     assert all(torch.equal(frozen[name], now[name]) for name in frozen) and len(frozen) > 10
     for flags in ({"pack_length": 60}, {"gradient_checkpointing": True}, {"deepspeed_stage": 3}):
-        other, _, _ = update(dataclasses.replace(args, **flags), world, [rollouts])
+        other, _ = trained(dataclasses.replace(args, **flags), world)
         assert_same_update(whole, other, start)
-    rows, _, _ = update(args, world, [rollouts], packing="rows")
+    rows, _ = trained(args, world, packing="rows")
     assert_same_update(whole, rows, start)
 
 
@@ -190,7 +183,7 @@ def test_the_saved_adapter_is_pefts_and_the_merged_model_transformers(tiny_model
 
 def test_a_checkpoint_holds_adapters_alone_and_goes_back(tiny_models, world, tmp_path):
     args = lora_args(tiny_models(), "--total_episodes", 6400)
-    _, learner, _ = update(args, world, [make_rollouts()])
+    _, learner = trained(args, world)
     adam, scheduler = grpo.make_optimizer(learner.policy, args)
     for p in learner.policy.parameters():
         p.grad = torch.ones_like(p) if p.requires_grad else None

@@ -6,13 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import grpo
 import utils
 from scripts.parts import adapters, plan
 from tests import programs
-from tests.test_learner import assert_same_update, long_rollouts, make_args, make_rollouts
+from tests.test_learner import assert_same_update, long_rollouts, make_args, make_rollouts, sgd, update
 from tests.test_lora import shake
 
 SHAPES = {2: (4, 2), 3: (6, 2)}  # ranks that share a pack: heads, key-value heads; 3 ranks take each of 2 three times
@@ -72,8 +71,7 @@ def learn(model, world, case, *flags):
         for p in learner.ref_policy.parameters():
             utils.shard_of(p).mul_(1.02)
     before = weights_of(policy, args)
-    sgd = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=1024.0)
-    learner = dataclasses.replace(learner, optimizer=sgd)
+    learner = dataclasses.replace(learner, optimizer=sgd(policy))
 
     rollouts = long_rollouts() if case == "one by one" else make_rollouts()
     for r in rollouts:
@@ -83,17 +81,11 @@ def learn(model, world, case, *flags):
     groups = [rollouts[i : i + 3] for i in range(0, len(rollouts), 3)]
     size = args.sequence_parallel_size
     parts = args.num_mini_batches
-    packing = "rows" if case == "rows" else "shared"
-    batches = []
+    mine = []
     for i in range(parts):  # each mini-batch of all ranks is that of one
-        mine = grpo.all_rollouts(groups[i::parts][world.rank // size :: world.size // size])
-        packs = grpo.pack_rollouts(mine, packing, args.pack_length)[0]
-        batches.append(grpo.micro_batches(packs, packing, args, world.device))
-    metrics = utils.Metrics()
-    with sdpa_kernel(SDPBackend.MATH):
-        gap, bad = grpo.update(learner, batches, args, world, metrics)
-    found = utils.finish_metrics(metrics.reduce(world), args) | gap.metrics | {"bad": bad}
-    return before, weights_of(policy, args), found
+        mine.append(grpo.all_rollouts(groups[i::parts][world.rank // size :: world.size // size]))
+    metrics = update(learner, mine, args, world, "rows" if case == "rows" else "shared")
+    return before, weights_of(policy, args), metrics
 
 
 def refusals(model, world, *flags):

@@ -10,7 +10,7 @@ import grpo
 import utils
 from scripts.parts import checkpoints
 from tests import programs
-from tests.test_learner import make_args, make_rollouts, run_update
+from tests.test_learner import make_args, make_rollouts, run_update, update
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -27,7 +27,7 @@ def three_steps(model, world):
     flags = ("--pack_length", 30, "--max_grad_norm", 0.01)
     learner = grpo.load_learner(make_args(model, *flags), world)
     for seed in range(3):
-        update(learner, flags, model, world, seed)
+        learn(learner, flags, model, world, seed)
     reference = grpo.load_policy(make_args(model, "--model_dtype", "bfloat16"), world, frozen=True)
     batch = grpo.make_batch([[make_rollouts(1)]], world.device)
     with torch.no_grad():
@@ -40,14 +40,14 @@ def test_a_checkpoint_goes_from_a_plain_model_to_a_wrapped_one_and_back(tiny_mod
     learners = []
     for stage in stages:
         learners.append(grpo.load_learner(make_args(tiny_models(), "--deepspeed_stage", stage), world))
-    update(learners[0], (), tiny_models(), world, 0)
+    learn(learners[0], (), tiny_models(), world, 0)
     writer = checkpoints.Writer(tmp_path, 1, world)
     writer.save(1, {"policy": learners[0].policy}, learners[0].optimizer, {})
     writer.wait()
     path = tmp_path / "checkpoints/step_1"
     checkpoints.load(path, {"policy": learners[1].policy}, learners[1].optimizer, world)
     for learner in learners:
-        update(learner, (), tiny_models(), world, 1)
+        learn(learner, (), tiny_models(), world, 1)
     assert all(map(torch.equal, *map(master_weights, learners)))
 
 
@@ -97,18 +97,15 @@ def test_what_is_in_host_memory_changes_no_bit(tiny_models, world, stage):
     for flags in (OFFLOAD, OFFLOAD[:3]):
         learner = grpo.load_learner(make_args(tiny_models(), "--deepspeed_stage", stage, *flags), world)
         for seed in range(3):
-            update(learner, flags, tiny_models(), world, seed)
+            learn(learner, flags, tiny_models(), world, seed)
         weights.append(master_weights(learner))
     assert type(learner.optimizer) is torch.optim.AdamW and all(
         torch.equal(*pair) for pair in zip(*weights, strict=True)
     )
 
 
-def update(learner, flags, model, world, seed):
-    args = make_args(model, *flags)
-    packs = grpo.pack_rollouts(make_rollouts(seed=seed), "shared", args.pack_length)[0]
-    batches = grpo.micro_batches(packs, "shared", args, world.device)
-    grpo.update(learner, [batches], args, world, utils.Metrics())
+def learn(learner, flags, model, world, seed):
+    update(learner, [make_rollouts(seed=seed)], make_args(model, *flags), world)
 
 
 def master_weights(learner):
