@@ -277,7 +277,7 @@ UNIT_SPELLINGS = {
 }
 # Words behind a number that are no unit of it
 NO_UNITS = set(
-    """not no nor or and but if is isn are was than least most about maybe perhaps possibly except wrong false
+    """not no nor or and but if is isn are was than less more least most about maybe perhaps possibly except wrong false
     incorrect minus plus times over pi sqrt sin cos tan cot sec csc log ln exp mod inf infinity choose true right
     half third quarter halves point""".split()
 )
@@ -526,6 +526,11 @@ def real_value(tex: str) -> Fraction | None:
 # --- Words and names --------------------------------------------------------------------------------------------------
 
 NAME = re.compile(r"\\?[a-zA-Z]+(?:_\{?\w+\}?)?'*(?:\([a-z](?:,[a-z])*\))?")
+# f(3), P(A), f^{-1}(2), \angle ABC, \overline{AB}, |AB|, \sin x
+QUANTITY = re.compile(
+    rf"{NAME.pattern}|[fghpqAEFGHPQSTV](?:_\{{?\w+\}}?)?'*(?:\^\{{?-1\}}?)?\s*\([^()]*\)"
+    r"|\\angle\s*[A-Z]+|\\(?:overline|vec)\s*\{\w+\}|\|\s*[A-Z]{2}\s*\||\\(?:sin|cos|tan)\s*\\?[a-zA-Z]+"
+)
 CHOICE = re.compile(r"\(?([a-zA-Z])\)?[.):]?")
 OPERATOR = r"[+*/=^_<>,|&]|-\s|\\(?:cdot|times|cup|cap|in|le|ge|neq?|pm|to)(?![a-z])"
 CHOICE_WITH_TEXT = re.compile(rf"(?:\(([A-J])\)|([A-J])[.):])\s+(?!{OPERATOR})(.*\S)")
@@ -665,10 +670,10 @@ def same_named_values(gold: str, answer: str) -> bool | None:
 
 
 def all_sides_equal(gold: str, sides: list[str]) -> bool:
-    """Whether every side of an equation equals the label, but for a name at one of its ends."""
-    if NAME.fullmatch(sides[0]):
+    """Whether every side of an equation equals the label, but for a quantity without a value at one of its ends."""
+    if QUANTITY.fullmatch(sides[0]):
         sides = sides[1:]
-    elif NAME.fullmatch(sides[-1]):
+    elif QUANTITY.fullmatch(sides[-1]):
         sides = sides[:-1]
     return all(side and same(gold, side) for side in sides)
 
@@ -815,7 +820,7 @@ def same_but_for_names(gold: str, answer: str) -> bool:
         value = real_value(exact)
         return value is not None and is_cut_short(value, rounded, enough=0) and same(gold, exact)
     sides = items(answer, "=")  # not split at the = of \sum_{k=1}
-    if "=" not in gold and len(sides) > 1 and "," not in answer and not RELATION.search(answer):
+    if "=" not in gold and len(sides) > 1 and len(items(answer)) == 1 and not RELATION.search(answer):
         return all_sides_equal(gold, sides)
 
     gold_name, bare_gold = without_name(gold)
