@@ -556,8 +556,9 @@ MIXED_NUMBER = re.compile(r"\d\s{0,8}(?:and\s{1,8})?(?:\\[dtc]?frac|\d{1,9}/\d|(
 ANOTHER_NUMBER = re.compile(
     r"[\s%°]{0,8}(?:[-,;:|&+*/^x×÷~–—→?<>≠≈.]{1,3}|(?:and|to)\b)?\s{0,8}[-+]?\.?\d"  # 5 - 4
     r"|\s{0,8}[(\[]\s{0,8}[-+]?[\d.]{1,20}\s{0,8}[)\]]"  # 5 (4)
-    r"|(?:\s{0,8}[a-z%°]{1,20}){0,3}[\W_]{0,8}"  # 5 apples or maybe 4
-    r"(?:(?:or|vs|versus|maybe|perhaps|possibly)\b(?:[\W_]|boxed|text){0,12}){1,3}"
+    r"|\s{0,8}(?:days?|hours?|feet|dollars?)(?:,| and)?\s{1,8}(?!0)\d{1,4}\s(?:hour|minute|inch|cent)"  # 5 feet 9 inch
+    # 5 apples or maybe 4
+    r"|(?:\s{0,8}[a-z%°]{1,20}){0,3}[\W_]{0,8}(?:(?:or|vs|versus|maybe|perhaps|possibly)\b(?:[\W_]|boxed|text){0,12}){1,3}"
     r"(?:\d|(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w{3,5}teen"
     r"|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety)\b)",
     re.IGNORECASE,
@@ -594,7 +595,7 @@ def plain_numbers(text: str) -> str:
         text = re.sub(r"\\!|(?<=\d)(?:\\,|\{,\})(?=\d{3}(?!\d))", "", text)
         text = TEX_UNIT.sub(" ", text)
         text = TEX_FRACTION.sub(r"\1/\2", text)
-    return re.sub(r"(?<=\d),(?=\d)", "", text)
+    return re.sub(r"(?<=\d),(?=(?:\d\d,){0,9}\d{3}(?!\d))", "", text)
 
 
 def read_number(match: re.Match) -> Number:
