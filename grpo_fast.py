@@ -45,6 +45,7 @@ import queue
 import sys
 import threading
 import time
+import traceback
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -461,7 +462,7 @@ class Engines(utils.Sampler):
             self.rounds = turns.Rounds()
 
         self.changed = threading.Condition()  # guards the attributes below
-        self.dead: str | None = None  # why nobody may wait for the engines any more
+        self.dead = ""  # why nobody may wait for the engines any more
         self.gone = 0  # engines that have ended
         self.owner: dict[str, int] = {}  # outstanding request -> engine
         self.loads = [0] * len(connections)  # outstanding requests of each engine
@@ -518,8 +519,9 @@ class Engines(utils.Sampler):
             else:
                 self._go_on(name, index, answer)
         except Exception as error:  # nobody would see it: this thread has no caller
+            traceback.print_exc()
             with self.changed:
-                self.dead = f"handling of a response failed ({type(error).__name__}: {error})"
+                self.dead = f"handling of a response failed ({utils.words_of(error)})"
 
     def _go_on(self, name: str, index: int, request: Request | None) -> None:
         """A turn has been answered: start the next one, `request`, or have it wait for its round. Without a request the
@@ -1327,7 +1329,7 @@ def main(args: Args) -> None:
         args = utils.after_restart(args)
     utils.STOP.tell = meeting.keep_last_words
     hub.share_by_store(args, meeting.store, roles.learners)
-    if os.environ["RANK"] == "0":
+    if utils.is_first_rank():
         from scripts.parts import plan
 
         dtype, why = plan.choose_dtype(args)

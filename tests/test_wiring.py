@@ -358,7 +358,7 @@ def test_turns_of_a_round_start_together_and_others_at_once():
         for name in "bca":  # c is over, the others have a second turn
             answers[name].set_result(None if name == "c" else utils.Request((1, 2), 0, 1.0, 1))
         assert [[name for name, _ in requests] for _, requests in sent] == [["a", "b", "c"], *starts]
-        assert engines.dead is None and set(engines.finished) == {"c"} and set(engines.on_end) == {"a", "b"}
+        assert not engines.dead and set(engines.finished) == {"c"} and set(engines.on_end) == {"a", "b"}
 
 
 @pytest.mark.parametrize("steps, cursor, started", [(0, 4, 4), (1, 3, 4)])
