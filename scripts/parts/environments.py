@@ -14,7 +14,6 @@ import pickle
 import sys
 import sysconfig
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -81,9 +80,8 @@ def ask(path: str, state: str, episode: dict[str, Any], timeout_s: float) -> dic
     answer["done"] = answer["done"] or is_lost or answer["status"] == "infra_error"
     why_live = answer.pop("why_live", "")
     if why_live:
-        name = Path(path).name
-        text = f"{name}: each rollout keeps a process, and --resume samples unfinished ones again ({why_live})"
-        warnings.warn(text, stacklevel=2)
+        problem = f"it keeps a process, and --resume samples unfinished ones again ({why_live})"
+        warn_once(f"a rollout of {Path(path).name}", "live", problem)
     return {"seconds": outcome.seconds} | answer
 
 
