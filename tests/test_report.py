@@ -119,9 +119,9 @@ def test_rollouts_are_filtered_and_coloured(learned, tmp_path, profile):
     wanted = [r for r in rows if r["training_step"] == 3 and r["score"] >= 5]
     shown = drawn(browse(page, profile, "#step=3&min=5"))
     assert f">{len(wanted)} rollouts" in shown
-    trained = next(r for r in report.collect(learned)["rollouts"] if any(s[2] is not None for s in r["spans"]))
-    name = f"{trained['step']}:{trained['position']}:{trained['sample']}"
-    shown = drawn(browse(page, profile, f"#step={trained['step']}&find={quote(trained['text'][:4])}&open={name}"))
+    of_step = [r for r in report.collect(learned)["rollouts"] if r["step"] == 3 and r["text"].isprintable()]
+    trained = next(r for r in of_step if any(s[2] is not None for s in r["spans"]) and len(r["text"]) > 6)
+    shown = drawn(browse(page, profile, f"#step=3&find={quote(trained['text'])}"))  # the first one found is open
     assert f"prompt {trained['position']}, sample {trained['sample']}:" in shown
     box = re.search(r'<div class="tokens" data-by="(\w+)">(.*?)</div>', shown, re.DOTALL)
     assert box[1] == "gap" and box[2].count("<span") == len(trained["spans"])

@@ -48,7 +48,6 @@ function table(parent, head, rows, className = "") {
     const line = add(body, "tr");
     cells.forEach(cell => add(line, "td", {}, cell));
   }
-  return body;
 }
 
 // --- curves: title, unit, metrics. A panel shows those of its metrics that the run has -------------------------------
@@ -116,14 +115,11 @@ function chart(parent, title, unit, names) {
 const MOST_ROWS = 200;
 const gapOf = span => span[2] === null ? -1 : Math.abs(span[2] - span[1]);
 const worstGap = rollout => rollout.spans.reduce((worst, span) => Math.max(worst, gapOf(span)), -1);
-const keyOf = rollout => `${rollout.step}:${rollout.position}:${rollout.sample}`;
 const gaps = data.rollouts.flatMap(rollout => rollout.spans.map(gapOf)).filter(gap => gap >= 0).sort((a, b) => a - b);
 const gapScale = Math.max(gaps.length ? gaps[Math.floor(0.99 * (gaps.length - 1))] : 0, 1e-3);
 const ORDERS = {
   run: null,
   "worst gap": (a, b) => worstGap(b) - worstGap(a),
-  longest: (a, b) => (b.tokens ?? 0) - (a.tokens ?? 0),
-  "highest score": (a, b) => (b.score ?? -Infinity) - (a.score ?? -Infinity),
 };
 
 // A response in colours: by the gap where the learner's logprobs are known, else by the engine's logprob.
@@ -201,23 +197,17 @@ function browse(parent) {
     list.replaceChildren();
     const more = chosen.length > MOST_ROWS ? `, of which the first ${MOST_ROWS} are shown: filter them` : "";
     add(list, "p", {class: "dim", id: "count"}, `${chosen.length} rollouts${more}`);
-    const body = table(list, ["step", "prompt", "score", "advantage", "tokens", "end", "worst gap", "response"], [], "rows");
-    const open = shown.find(rollout => keyOf(rollout) === address.get("open")) || shown[0];
+    const line = (parent, cells) => cells.forEach(cell => add(parent, "span", {}, cell));
+    const head = ["step", "prompt", "score", "advantage", "tokens", "end", "worst gap", "response"];
+    line(add(list, "div", {class: "row dim"}), head);
     for (const rollout of shown) {
-      const row = add(body, "tr", {tabindex: 0, class: rollout === open ? "open" : ""});
+      const details = add(list, "details");
       const gap = worstGap(rollout);
-      const cells = [rollout.step, `${rollout.position}:${rollout.sample}`, format(rollout.score),
-        format(rollout.advantage), rollout.tokens ?? "-", rollout.finish, gap < 0 ? "-" : format(gap)];
-      for (const cell of [...cells, rollout.text.slice(0, 200)]) add(row, "td", {}, cell);
-      const choose = () => {
-        address.set("open", keyOf(rollout));
-        location.hash = address;
-      };
-      row.addEventListener("click", choose);
-      row.addEventListener("keydown", event => { if (event.key === "Enter") choose(); });
-      if (rollout !== open) continue;
-      const cell = add(add(body, "tr"), "td", {colspan: 8, class: "detail"});
-      describe(add(cell, "div", {class: "card", id: "rollout"}), rollout);
+      line(add(details, "summary", {class: "row"}), [rollout.step, `${rollout.position}:${rollout.sample}`,
+        format(rollout.score), format(rollout.advantage), rollout.tokens ?? "-", rollout.finish,
+        gap < 0 ? "-" : format(gap), rollout.text.slice(0, 200)]);
+      details.addEventListener("toggle", () => describe(add(details, "div", {class: "card"}), rollout), {once: true});
+      if (rollout === shown[0]) details.open = true;
     }
   }
   form.addEventListener("input", () => {
@@ -226,11 +216,7 @@ function browse(parent) {
     draw();
   });
   form.addEventListener("submit", event => event.preventDefault());
-  addEventListener("hashchange", () => {
-    if (!location.hash.includes("=")) return;
-    draw();
-    list.querySelector("tr.open")?.focus();  // the row that had the focus is gone
-  });
+  addEventListener("hashchange", () => { if (location.hash.includes("=")) draw(); });
   draw();
 }
 
