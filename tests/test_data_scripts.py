@@ -6,6 +6,7 @@ import hashlib
 import json
 import sys
 
+import datasets
 import pytest
 
 import grpo
@@ -44,12 +45,6 @@ def write_rows(path, data):
 
 def read_rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def load_rows_as_others_do(path, tmp_path):
-    import datasets
-
-    return datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -121,7 +116,8 @@ def test_rlvr_mix(tmp_path):
     train = read_rows(tmp_path / "out/train.jsonl")
     assert sorted(row["dataset"] for row in train) == sorted([*[["math"]] * 5, ["ifeval"], ["gsm8k", "code"]])
     assert all(row["messages"] == user for row in train)
-    loaded = load_rows_as_others_do(tmp_path / "out/train.jsonl", tmp_path)
+    path = str(tmp_path / "out/train.jsonl")
+    loaded = datasets.load_dataset("json", data_files=path, split="train", cache_dir=str(tmp_path / "cache"))
     assert [loaded.features[name].feature.dtype for name in ("ground_truth", "dataset")] == ["string"] * 2
     assert [row["ground_truth"] for row in loaded] == [row["ground_truth"] for row in train]
     first = (tmp_path / "out/train.jsonl").read_bytes()

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors import safe_open
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import grpo
@@ -40,15 +39,6 @@ def model_of(tmp_path_factory):
     return make
 
 
-def names_in(directory):
-    """name -> shape of the tensors in a model's files."""
-    shapes = {}
-    for file in directory.glob("*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    return shapes
-
-
 def logprobs_of(policy, rollouts, world):
     batch = grpo.make_batch([[[r]] for r in rollouts], world.device)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
@@ -60,7 +50,7 @@ def test_an_engine_gets_the_names_and_shapes_of_the_files(model_of, world, famil
     """Whole or on the meta device, as grpo_fast.py plans them; a tied head comes under its own name too."""
     args = make_args(model_of(family), "--rollout_backend", "vllm")
     policy = grpo.load_policy(args, world)
-    files = names_in(model_of(family))
+    files = {name: tuple(tensor.shape) for name, tensor in families.weights_of(model_of(family)).items()}
     sent = {name: tuple(tensor.shape) for name, tensor in utils.engine_weights(policy, args)}
     planned = {name: shape for bucket in grpo_fast.plan_weights(policy, args) for name, shape, _ in bucket}
     assert planned == sent
