@@ -124,8 +124,9 @@ def values(run: Run, name: str, after: int = 0) -> list[float]:
         rows.insert(0, run.start)
     found = []
     for row in rows:
+        known = {metric: number for metric, number in row.items() if number is not None}
         with contextlib.suppress(KeyError, ZeroDivisionError):  # a metric that it is made of is not there, or 0
-            found.append(computed(run, name, {metric: number for metric, number in row.items() if number is not None}))
+            found.append(computed(run, name, known))
     return found
 
 
@@ -214,17 +215,20 @@ def configuration(run: Run) -> str:
     minutes = sum(run.values("time/total", 0)) / 60
     prompts = f"{args.get('num_unique_prompts_rollout')} prompts x {args.get('num_samples_per_prompt_rollout')} samples"
     clip = f"clip {args.get('clip_lower')} / {args.get('clip_higher')}"
+    device = run.environment.get("device", "?")
+    steps = len(run.rows)
     rows = {
-        "Environment": f"{run.environment.get('device', '?')}, {devices(run)} process(es) with a model",
+        "Environment": f"{device}, {devices(run)} process(es) with a model",
         "Framework": ", ".join([f"this repository at {run.commit()}", *versions]),
         "Algorithm": f"GRPO, loss {args.get('loss_fn')}, beta {args.get('beta')}, {clip}",
         "Model": f"{args.get('model_name_or_path')} ({args.get('model_dtype')})",
         "Task": " ".join(map(str, args.get("dataset_mixer_list", []))),
-        "Training steps": f"{len(run.rows)}, of {prompts}",
+        "Training steps": f"{steps}, of {prompts}",
         "Training time": f"{minutes:.2f} min in steps; {number(run.minutes())} min since the start",
         "Wandb": run.wandb,
     }
-    return table(["Item", "Configuration"], [[f"**{name}**", text] for name, text in rows.items()], text=(0, 1))
+    cells = [[f"**{name}**", text] for name, text in rows.items()]
+    return table(["Item", "Configuration"], cells, text=(0, 1))
 
 
 def write_markdown(run: Run) -> str:

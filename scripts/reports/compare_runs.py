@@ -149,8 +149,9 @@ def compare(runs: list[Run]) -> str:
     first = runs[0]
     steps = list(first.rows)
     kind = f"{len(steps) - 1} steps, step 1 apart" if first.after else f"all {len(steps)} steps"
+    title = " against ".join(run.label for run in runs)
     parts = [
-        f"# {' against '.join(run.label for run in runs)}",
+        f"# {title}",
         f"{len(steps)} shared steps, {steps[0]} to {steps[-1]}.",
         overview(runs),
         "What is not the same:",
