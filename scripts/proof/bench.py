@@ -255,13 +255,10 @@ def narrow_model(directory: str) -> Any:
 def short_batch(device: torch.device) -> grpo.Batch:
     """A pack of three tokens. It is said to be of 64 rollouts with the prompts of GSM8K, which only the host sees."""
     prompt = utils.Prompt(0, (5, 6), "", ("1",), ("gsm8k",))
-    piece = []
-    for j in (0, 1):
-        piece.append(grpo.Rollout(prompt, 0, j, [7 + j], [-5.0], [True], [0], "stop", advantage=1.0 - j))
+    piece = [grpo.Rollout(prompt, 0, j, [7 + j], [-5.0], [True], [0], "stop", advantage=1.0 - j) for j in (0, 1)]
     batch = grpo.make_batch([[piece]], device)
     long = dataclasses.replace(prompt, token_ids=tuple(range(105)))
-    rollouts = [dataclasses.replace(r, prompt=long) for r in piece * 32]
-    batch.rollouts = np.array(rollouts, object)
+    batch.rollouts = np.array([dataclasses.replace(r, prompt=long) for r in piece * 32], object)
     return batch
 
 
