@@ -12,6 +12,8 @@
 #   BETA, ENTROPY_COEF    of veRL's run. As in the study, the defaults are 0 and 0 in 1 and 3, 0.001 and 0.003 in 2 and 4
 #   STEPS, MODEL, LR      of veRL's run, as in common.sh
 #
+# With MODE=tiny and without VERL and LOG a run of our own stands for veRL's: a trial of this script on a CPU.
+#
 # What differs, and is not an error:
 # - PPO KL is not compared. The study's veRL, 0.5.0, computes the old logprobs in a forward of their own, so that its PPO
 #   KL is the rounding between two forwards, about 1e-4. Here a step of one optimizer step takes the update's own
@@ -29,6 +31,7 @@
 # Source: "GSM8K Benchmark Results" of Trinity-RFT against veRL.
 #   EXPERIMENT=1 VERL=checkpoints/P/E BATCHES=data LOG=verl_gsm8k.log bash scripts/align/of_verl.sh
 #   EXPERIMENT=3 LOG="verl_1.log verl_2.log verl_3.log verl_4.log" bash scripts/align/of_verl.sh
+#   MODE=tiny STEPS=3 EXPERIMENT=1 bash scripts/align/of_verl.sh
 set -euo pipefail
 TRL_PYTHON="${TRL_PYTHON:-none}" # TRL has no part in it
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -41,6 +44,11 @@ case "$EXPERIMENT" in
 esac
 REGULARIZATION=(--beta "$BETA" --entropy_coef "$ENTROPY_COEF")
 
+# stand_in NAME SEED: a run of ours in veRL's place, with the states and batches of every step
+stand_in() {
+    ours "$1" --seed "$2" "${REGULARIZATION[@]}" --dump_steps all --checkpoint_state_freq 1 --keep_last_n_checkpoints -1
+}
+
 if ((EXPERIMENT >= 3)); then
     mine=''
     others="${LOG:-}"
@@ -48,12 +56,20 @@ if ((EXPERIMENT >= 3)); then
     for seed in $SEEDS; do
         ours "ours_$seed" --seed "$seed" "${REGULARIZATION[@]}" "$@"
         mine="${mine:+$mine,}$OUT/ours_$seed"
+        if [[ "$MODE" == tiny && -z "${LOG:-}" ]]; then
+            stand_in "other_$seed" $((100 + seed))
+            others="${others:+$others,}$OUT/other_$seed"
+        fi
     done
     # shellcheck disable=SC2086  # several names
     [[ -z "$others" ]] || python scripts/align/align.py "$mine" "$others" --metrics $COMPARED --plot "$OUT/align.png"
     exit
 fi
 
+if [[ "$MODE" == tiny && -z "${VERL:-}" ]]; then
+    stand_in other $((EXPERIMENT == 1 ? 1 : 101)) # experiment 2 compares other rollouts of the same prompts
+    VERL="$OUT/other" BATCHES="$OUT/other" LOG="$OUT/other"
+fi
 : "${VERL:?the directory that has global_step_1}"
 HELD=(--paired)
 if ((EXPERIMENT == 1)); then

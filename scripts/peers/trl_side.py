@@ -1,14 +1,14 @@
-"""The other side of comparisons: TRL's GRPOTrainer on the model, data and settings of grpo.py.
+"""The other side of comparisons: TRL's GRPOTrainer on the model, data and settings of a run of grpo.py.
 
     bash scripts/peers/setup_trl.sh && source scripts/setup.sh
-    .venv-trl/bin/python scripts/peers/trl_side.py --mode stock --steps 6 --json runs/trl.json
-    .venv-trl/bin/python scripts/peers/trl_side.py --mode batches --dumps runs/ours --autocast none --out runs/trl
+    .venv-trl/bin/python scripts/peers/trl_side.py --mode stock --like runs/ours --json runs/trl.json
+    .venv-trl/bin/python scripts/peers/trl_side.py --mode batches --like runs/ours --autocast none --out runs/trl
 
-mode     generation by                      what runs
-stock    model.generate                     TRL as it is, with float32 weights
-vllm     vLLM in this process               TRL as it is on a GPU; on a CPU, where it crashes, `patch_vllm`, eager
-batches  nobody: --dumps, a run's rollouts  TRL's update on the dumps' tokens, masks, scores and advantages
-states   model.generate                     TRL on the dumps' prompts, each step from --states
+mode     generation by         what runs
+stock    model.generate        TRL as it is, with float32 weights
+vllm     vLLM in this process  TRL as it is on a GPU; on a CPU, where it crashes, `patch_vllm`, eager
+batches  nobody                TRL's update on tokens, masks, scores and advantages of RUN's dumps (--dump_steps all)
+states   model.generate        TRL on the dumps' prompts, each step from the weights that RUN saved (--save_freq 1)
 
 --out DIR gets what scripts/align/align.py reads: metrics.jsonl with TRL's own numbers and pg_loss = loss - beta kl +
 entropy_coef entropy, ppo_kl = mean(old - new); model/ and step_N/. In mode batches, rollouts that were not trained on
@@ -48,36 +48,24 @@ from scripts.parts import dumps  # noqa: E402
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=["stock", "vllm", "batches", "states"], required=True)
-    parser.add_argument("--model", default=str(ROOT / "models" / "SmolLM2-135M-Instruct"))
-    parser.add_argument("--data", type=Path, default=ROOT / "data" / "addition" / "train.jsonl")
+    parser.add_argument("--like", type=Path, required=True, metavar="RUN", help="of grpo.py: its args.json is followed")
     parser.add_argument("--reward_file", metavar="FILE:FUNCTION", help="(response, truth) -> number; else our gsm8k's")
     parser.add_argument("--autocast", choices=["none", "bfloat16"], default="bfloat16", help="of the learner")
-    parser.add_argument("--gradient_checkpointing", action="store_true")
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--prompts", type=int, default=8, help="per step")
-    parser.add_argument("--samples", type=int, default=8, help="per prompt")
     parser.add_argument("--micro_batch", type=int, default=32, help="rows of a forward and backward")
-    parser.add_argument("--max_new_tokens", type=int, default=64)
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--lr", type=float, default=1e-5)
-    parser.add_argument("--lr_scheduler", default="constant", help="as transformers names it; no warm-up")
-    parser.add_argument("--beta", type=float, default=0.0, help="KL coefficient, k3")
-    parser.add_argument("--entropy_coef", type=float, default=0.0)
-    parser.add_argument("--clip_lower", type=float, default=0.2)
-    parser.add_argument("--clip_higher", type=float, default=0.2)
-    parser.add_argument("--no_shuffle", action="store_true", help="prompts in the order of the data, as with --dumps")
-    parser.add_argument("--seed", type=int, default=1, help="of data order and sampling; TRL seeds vLLM with 0 always")
-    parser.add_argument("--dumps", type=Path, help="modes batches and states: RUN of grpo.py --dump_steps all")
-    parser.add_argument("--states", type=Path, help="mode states: RUN of grpo.py --save_freq 1")
+    parser.add_argument("--seed", type=int, help="of order and sampling, if not RUN's; TRL seeds vLLM with 0 always")
     parser.add_argument("--out", type=Path, help="directory for metrics.jsonl and model/")
     parser.add_argument("--save_freq", type=int, default=0, help="steps between OUT/step_N/; 0 is never")
     parser.add_argument("--json", type=Path, help="file for seconds, generation and tokens of each step")
     args = parser.parse_args()
-    if (args.dumps is not None) != (args.mode in ("batches", "states")):
-        parser.error("--dumps and --mode batches or states come together")
-    if (args.states is not None) != (args.mode == "states"):
-        parser.error("--states and --mode states come together")
-    args.micro_batch = min(args.micro_batch, args.prompts * args.samples)
+    ours = json.loads((args.like / "args.json").read_text())
+    args.model = ours["model_name_or_path"]
+    args.data = Path(ours["dataset_mixer_list"][0])
+    args.prompts = ours["num_unique_prompts_rollout"]
+    args.samples = ours["num_samples_per_prompt_rollout"]
+    args.rollouts = args.prompts * args.samples
+    args.steps = ours["total_episodes"] // args.rollouts
+    args.seed = args.seed or ours["seed"]
+    args.ours = ours
     return args
 
 
@@ -129,7 +117,7 @@ class Trainer(GRPOTrainer):
     def dumped(self) -> list[dict[str, Any]]:
         """The rollouts of this step in --dumps."""
         options = self.options
-        return dumped_rollouts(options.dumps, self.state.global_step + 1, options.prompts, options.samples)
+        return dumped_rollouts(options.like, self.state.global_step + 1, options.prompts, options.samples)
 
     def _generate_single_turn(self, prompt_ids, *others):
         start = time.perf_counter()
@@ -172,7 +160,7 @@ def replay(_: Any, trainer: Trainer) -> dict[str, list]:
 
 
 class Recorder(TrainerCallback):
-    """Puts a policy on --states, and writes --out and --json. A step lasts from the end of the last one to its own."""
+    """Puts a policy on RUN's states, and writes --out and --json. A step lasts from the last one's end to its own."""
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
@@ -187,10 +175,10 @@ class Recorder(TrainerCallback):
 
     def on_step_begin(self, _, state, __, model=None, **___):
         """Adam's moments stay this side's: they act on weights that the next step replaces."""
-        if self.args.states and state.global_step > 0:
+        if self.args.mode == "states" and state.global_step > 0:
             from scripts.align.align import load_hf_state
 
-            model.load_state_dict(load_hf_state(self.args.states / f"step_{state.global_step}"))
+            model.load_state_dict(load_hf_state(self.args.like / f"step_{state.global_step}"))
 
     def on_step_end(self, _, state, __, model=None, **___):
         step = {"seconds": time.perf_counter() - self.start} | self.trainer.generated
@@ -205,7 +193,8 @@ class Recorder(TrainerCallback):
             return
         if self.args.mode == "batches":  # given, and TRL would not count the rollouts that were not trained on
             logs = {name: value for name, value in logs.items() if not name.startswith("completions/")}
-        pg_loss = logs["loss"] - self.args.beta * logs["kl"] + self.args.entropy_coef * logs["entropy"]
+        ours = self.args.ours
+        pg_loss = logs["loss"] - ours["beta"] * logs["kl"] + ours["entropy_coef"] * logs["entropy"]
         with (self.args.out / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": state.global_step} | logs | {"pg_loss": pg_loss}) + "\n")
 
@@ -234,35 +223,37 @@ def load_rows(args: argparse.Namespace, tokenizer: Any) -> tuple[list[dict], int
         rows.append({"prompt": row["messages"], "ground_truth": str(row["ground_truth"])})
         by_tokens[tuple(ids)] = rows[-1]
     if args.mode == "states":
-        steps = [dumped_rollouts(args.dumps, i + 1, args.prompts, args.samples) for i in range(args.steps)]
+        steps = [dumped_rollouts(args.like, i + 1, args.prompts, args.samples) for i in range(args.steps)]
         rows = [by_tokens[tuple(row["prompt_ids"])] for step in steps for row in step[:: args.samples]]
-    return rows, max(map(len, by_tokens)) + args.max_new_tokens
+    return rows, max(map(len, by_tokens)) + args.ours["response_length"]
 
 
 def make_config(args: argparse.Namespace, scratch: str, max_tokens: int | None) -> GRPOConfig:
     """The settings that are equal on both sides, and those of vLLM, which other modes do not read. TRL's defaults are
     equal too: dapo loss, advantages scaled per group, fused AdamW without weight decay, gradients clipped at 1."""
+    ours = args.ours
+    micro_batch = min(args.micro_batch, args.rollouts)
     return GRPOConfig(
         output_dir=scratch,
         use_cpu=not torch.cuda.is_available(),
         bf16=args.autocast == "bfloat16",
         model_init_kwargs={"dtype": "float32"},
-        gradient_checkpointing=args.gradient_checkpointing,
+        gradient_checkpointing=ours["gradient_checkpointing"],
         max_steps=args.steps,
-        per_device_train_batch_size=args.micro_batch,
-        gradient_accumulation_steps=args.prompts * args.samples // args.micro_batch,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=args.rollouts // micro_batch,
         num_generations=args.samples,
-        max_completion_length=args.max_new_tokens,
-        temperature=args.temperature,
+        max_completion_length=ours["response_length"],
+        temperature=ours["temperature"],
         # For 0 TRL has no reference policy and logs no KL, which align.py compares: 1e-30 changes no gradient
-        beta=args.beta or (1e-30 if args.out else 0.0),
-        entropy_coef=args.entropy_coef,
-        epsilon=args.clip_lower,
-        epsilon_high=args.clip_higher,
-        learning_rate=args.lr,
-        lr_scheduler_type=args.lr_scheduler,
+        beta=ours["beta"] or (1e-30 if args.out else 0.0),
+        entropy_coef=ours["entropy_coef"],
+        epsilon=ours["clip_lower"],
+        epsilon_high=ours["clip_higher"],
+        learning_rate=ours["learning_rate"],
+        lr_scheduler_type=ours["lr_scheduler_type"],  # without warm-up
         seed=args.seed,
-        shuffle_dataset=not (args.dumps or args.no_shuffle),
+        shuffle_dataset=ours["shuffle"] and args.mode not in ("batches", "states"),
         save_strategy="no",
         logging_strategy="steps" if args.out else "no",
         logging_steps=1,

@@ -255,10 +255,13 @@ def narrow_model(directory: str) -> Any:
 def short_batch(device: torch.device) -> grpo.Batch:
     """A pack of three tokens. It is said to be of 64 rollouts with the prompts of GSM8K, which only the host sees."""
     prompt = utils.Prompt(0, (5, 6), "", ("1",), ("gsm8k",))
-    piece = [grpo.Rollout(prompt, 0, j, [7 + j], [-5.0], [True], [0], "stop", advantage=1.0 - j) for j in (0, 1)]
+    piece = []
+    for j in (0, 1):
+        piece.append(grpo.Rollout(prompt, 0, j, [7 + j], [-5.0], [True], [0], "stop", advantage=1.0 - j))
     batch = grpo.make_batch([[piece]], device)
     long = dataclasses.replace(prompt, token_ids=tuple(range(105)))
-    batch.rollouts = np.array([dataclasses.replace(r, prompt=long) for r in piece * 32], object)
+    rollouts = [dataclasses.replace(r, prompt=long) for r in piece * 32]
+    batch.rollouts = np.array(rollouts, object)
     return batch
 
 
@@ -384,8 +387,11 @@ def run_trl(options: BenchFlags, mode: str) -> dict[str, float]:
     autocast = "bfloat16" if options.dtype == "bfloat16" else "none"
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "steps.json"
-        flags = f"scripts/peers/trl_side.py --mode {mode} --model {options.model} --autocast {autocast} --json {path}"
-        flags += f" --data data/addition2/train.jsonl --steps {2 + options.steps}"
+        line = [*sums_flags(options), "--total_episodes", str(64 * (2 + options.steps))]
+        args = utils.parse_args(grpo.Args, line)
+        settings = json.dumps(dataclasses.asdict(args))
+        Path(directory, "args.json").write_text(settings)
+        flags = f"scripts/peers/trl_side.py --mode {mode} --like {directory} --autocast {autocast} --json {path}"
         subprocess.run([python, *flags.split()], cwd=ROOT, check=True)
         steps = json.loads(path.read_text())[2:]
     return {name: statistics.mean(step[name] for step in steps) for name in ("seconds", "generation", "tokens")}
