@@ -80,8 +80,9 @@ def ask(path: str, state: str, episode: dict[str, Any], timeout_s: float) -> dic
     answer["done"] = answer["done"] or is_lost or answer["status"] == "infra_error"
     why_live = answer.pop("why_live", "")
     if why_live:
+        name = f"a rollout of {Path(path).name}"
         problem = f"it keeps a process, and --resume samples unfinished ones again ({why_live})"
-        warn_once(f"a rollout of {Path(path).name}", "live", problem)
+        warn_once(name, "live", problem)
     return {"seconds": outcome.seconds} | answer
 
 
