@@ -361,6 +361,18 @@ def test_turns_of_a_round_start_together_and_others_at_once():
         assert not engines.dead and set(engines.finished) == {"c"} and set(engines.on_end) == {"a", "b"}
 
 
+def test_an_error_of_a_fork_in_a_response_shows_its_line(capsys):
+    """The learner waits for the response, and once ended with the words alone."""
+    beats = types.SimpleNamespace(beat=lambda: None)
+    connection = types.SimpleNamespace(recv=threading.Event().wait, send=lambda message: None)
+    engines = grpo_fast.Engines([connection], beats, None, [], utils.parse_args(grpo.Args, ["--model_name_or_path=x"]))
+    engines.submit([grpo_fast.NamedRequest("a", utils.Request((1,), 0, 1.0, 1), lambda made: 1 / 0)])
+    engines._ended("a", 0, utils.Generation([5], [0.0], "stop", [0]))
+    assert "test_wiring.py" in capsys.readouterr().err
+    with pytest.raises(utils.UserError, match="ZeroDivisionError"):
+        engines.take(["a"])
+
+
 @pytest.mark.parametrize("steps, cursor, started", [(0, 4, 4), (1, 3, 4)])
 def test_active_sampling_without_asynchrony_takes_whole_rounds_as_grpo_py_does(steps, cursor, started):
     """Else the rest of a round would train one update late; with asynchrony it may, and is not wasted."""
