@@ -1,4 +1,4 @@
-"""Check Python, packages, CPU or GPU, disk and engine: a line for each, with a fix for each problem.
+"""Show what this machine has and lacks for training: a line for each matter, with its fix.
 
     bash scripts/setup.sh --check    # the Python of .venv, else the one that would make it
     python scripts/doctor.py         # this Python
@@ -12,7 +12,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -26,7 +25,13 @@ ROOT = Path(__file__).resolve().parents[1]
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(ROOT)
 GIB = 2**30
-TIMEOUT_S = 300.0  # of a program
+# .venv is 4.1 GiB on a CPU, and pip unpacks beside it what it copies there; for a GPU it is an estimate
+INSTALL_GIB = {"requirements-cpu.txt": 7, "requirements.txt": 20}
+RUN_GIB = 2  # the demo's model and run are 0.6
+DEMO_MEMORY_GIB = 12  # the demo's header
+ENGINE_TIMEOUT_S = 300.0
+# docs.nvidia.com/deploy/cuda-compatibility, minor version compatibility: {CUDA's major version: oldest driver branch}
+DRIVERS = {11: 450, 12: 525, 13: 580}
 INSTALL = "bash scripts/setup.sh"
 AFRESH = f"rm -rf .venv; {INSTALL}"
 
@@ -40,24 +45,38 @@ class Finding(NamedTuple):
     fix: str = ""
 
 
-def run(*command: str) -> tuple[bool, str]:
-    """(whether a program ran and succeeded, what it printed; after a failure the last line that names an error, else
-    the last line: warnings at a program's exit come after its error)."""
+class Ended(NamedTuple):
+    """A program that ran: exit status (None: it could not be started or took too long), what it wrote."""
+
+    status: int | None
+    output: str
+    error: str
+
+
+def run(*command: str, seconds: float = 120.0, cwd: Path = ROOT) -> Ended:
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S)
-    except (subprocess.TimeoutExpired, OSError) as error:
-        return False, str(error)
-    if done.returncode == 0:
-        return True, done.stdout.strip()
-    lines = (done.stderr.strip() or done.stdout.strip() or f"status {done.returncode}").splitlines()
+        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, errors="replace", timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return Ended(None, "", f"no end within {seconds:.0f} s")
+    except OSError as error:
+        return Ended(None, "", str(error))
+    return Ended(done.returncode, done.stdout.strip(), done.stderr.strip())
+
+
+def last_line(ended: Ended) -> str:
+    """The last line that names an error, else the last line: warnings at a program's exit come after its error."""
+    lines = (ended.error or ended.output or f"status {ended.status}").splitlines()
     errors = [line for line in lines if "Error" in line]
-    return False, (errors or lines)[-1]
+    return (errors or lines)[-1]
 
 
 def python_version() -> Finding:
     said = f"{platform.python_version()} ({sys.executable})"
     if not (3, 11) <= sys.version_info[:2] <= (3, 14):
         return Finding("FAIL", "Python", f"{said}; 3.11 to 3.14 are known", f"PYTHON=/path/to/python3.11 {INSTALL}")
+    if sys.prefix == sys.base_prefix and importlib.util.find_spec("ensurepip") is None:
+        fix = f"apt-get install python3.{sys.version_info.minor}-venv (Debian, Ubuntu)"
+        return Finding("FAIL", "Python", f"{said} has no venv module to install with", fix)
     return Finding("ok", "Python", said)
 
 
@@ -92,43 +111,70 @@ def packages(wanted: list[tuple[str, str]], name: str) -> Finding:
     return Finding("ok", "packages", f"{len(wanted)} as pinned in {name}")
 
 
-def processor() -> tuple[Finding, str]:
+def cpu_flags() -> set[str]:
+    """Features as the kernel names them (x86: flags, ARM: Features)."""
+    flags: set[str] = set()
+    if sys.platform == "linux":
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                flags.update(line.partition(":")[2].split())
+    return flags
+
+
+def processor(flags: set[str], machine: str) -> tuple[Finding, str]:
     """(the finding, the dtype in which this processor is faster)."""
-    machine = platform.machine()
-    file = Path("/proc/cpuinfo")
-    words = file.read_text().split() if file.exists() else ["avx2"]  # its flags among others
-    fast = sorted({"avx512_bf16", "amx_bf16", "bf16"}.intersection(words))
+    is_x86 = machine == "x86_64"
+    fast = sorted(flags & ({"avx512_bf16", "amx_bf16"} if is_x86 else {"bf16"}))
     dtype = "bfloat16" if fast else "float32"
     why = f"{', '.join(fast)}: products of bfloat16" if fast else "no products of bfloat16, which would be emulated"
     said = f"{machine}, {os.cpu_count()} cores; {why}: {dtype} is the faster, which --model_dtype auto takes"
-    if machine == "x86_64" and "avx2" not in words:
+    if is_x86 and sys.platform == "linux" and "avx2" not in flags:
         said += "; no AVX2, which vLLM needs"
         return Finding("WARN", "processor", said, "--rollout_backend transformers"), dtype
     return Finding("ok", "processor", said), dtype
 
 
-def openmp() -> Finding:
+def openmp(maps: str, machine: str) -> Finding:
+    """maps: the libraries of this process, as /proc/self/maps names them."""
     threads = f"OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS', 'not set')}"
-    if "libiomp5" in Path("/proc/self/maps").read_text() or platform.machine() != "x86_64":
+    if "libiomp5" in maps or machine != "x86_64":
         return Finding("ok", "OpenMP", f"Intel's is preloaded where it has a build, {threads}")
     said = f"Intel's is not preloaded in this shell, {threads}: with torch's a step took 1.5 times as long"
     return Finding("WARN", "OpenMP", said, "source scripts/setup.sh (demo.sh and test.sh do it themselves)")
 
 
+def hybrids() -> Finding:
+    """On a GPU, whether the kernels are there with which transformers runs recurrent and convolutional layers."""
+    missing = [name for name in ("flash-linear-attention", "causal-conv1d") if installed(name) is None]
+    if not missing:
+        return Finding("ok", "hybrids", "flash-linear-attention and causal-conv1d are installed")
+    said = f"{' and '.join(missing)}: not installed, so models with recurrent layers run a slow reference"
+    return Finding(
+        "WARN", "hybrids", said, f"{sys.executable} -m pip install {' '.join(missing)} (only for such models)"
+    )
+
+
 def sandbox() -> Finding:
     """The sandbox for programs in rewards. Only verifiers that run programs need it."""
-    works, said = run(sys.executable, str(ROOT / "scripts" / "parts" / "sandbox.py"))
-    state = "ok" if works and said.endswith("nothing that was tried") else "WARN"
-    said = re.sub(" +", " ", said.replace("\n  ", ",").replace("\n", "; "))
-    return Finding(state, "sandbox", said, "code rewards are refused; --allow_unsafe_code where that is fine")
+    ended = run(sys.executable, str(ROOT / "scripts" / "parts" / "sandbox.py"))
+    refused = "code rewards are refused; --allow_unsafe_code where that is fine"
+    if ended.status != 0:
+        return Finding("WARN", "sandbox", last_line(ended), refused)
+    force, _, leaks = ended.output.removeprefix("in force: ").partition("open:")
+    leaks = ", ".join(leaks.split("\n")).strip()
+    layers = ", ".join(line.strip() for line in force.strip().splitlines())
+    if leaks != "nothing that was tried":
+        return Finding("WARN", "sandbox", f"{layers}; open: {leaks}", refused)
+    return Finding("ok", "sandbox", layers)
 
 
 def driver_version() -> tuple[str, str]:
     """(version of the NVIDIA driver, "" without a GPU that works; what nvidia-smi says then, if it is there)."""
-    works, said = run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    if works and said[:1].isdigit():
-        return said.partition("\n")[0].strip(), ""
-    return "", said if shutil.which("nvidia-smi") else ""
+    ended = run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", seconds=60)
+    version = ended.output.partition("\n")[0].strip()
+    if ended.status == 0 and version[:1].isdigit():
+        return version, ""
+    return "", last_line(ended) if shutil.which("nvidia-smi") else ""
 
 
 def gpu(driver: str, torch_says: str) -> Finding:
@@ -139,9 +185,12 @@ def gpu(driver: str, torch_says: str) -> Finding:
     if usable == "True":
         dtype = "bfloat16" if bfloat16 == "True" else "float32 (bfloat16 would be emulated: --model_dtype float32)"
         return Finding("ok", "GPU", f"driver {driver}, CUDA {cuda} of torch can use it; {dtype}")
-    said = f"driver {driver}, but torch with CUDA {cuda} finds no GPU"
-    fix = "CUDA 13 wants NVIDIA's driver 580 or newer, then a reboot; see CUDA_VISIBLE_DEVICES; in docker --gpus all"
-    return Finding("FAIL", "GPU", said, fix)
+    oldest = DRIVERS.get(int(cuda.partition(".")[0]), 0)
+    if int(driver.partition(".")[0]) < oldest:
+        said = f"driver {driver} is too old for CUDA {cuda} of torch"
+        return Finding("FAIL", "GPU", said, f"install NVIDIA's driver {oldest} or newer, then reboot")
+    said = f"driver {driver} would do for CUDA {cuda} of torch, but torch finds no GPU"
+    return Finding("FAIL", "GPU", said, "see CUDA_VISIBLE_DEVICES; reboot after a new driver; in docker --gpus all")
 
 
 TORCH_SAYS = """
@@ -155,34 +204,40 @@ def compiler() -> Finding:
     """What Triton needs for the small C program that starts each of its kernels."""
     found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     header = Path(sysconfig.get_paths()["include"], "Python.h")
-    if not found or not header.exists():
-        said = f"there is no {header if found else 'gcc or clang'}: no Triton kernel starts, so neither flex attention "
-        said += "nor vLLM"
+    lacking = []
+    if not found:
+        lacking.append("gcc or clang")
+    if not header.exists():
+        lacking.append(str(header))
+    if lacking:
+        said = f"there is no {' and no '.join(lacking)}: no Triton kernel starts, so neither flex attention nor vLLM"
         packages = f"build-essential python3.{sys.version_info.minor}-dev"
         return Finding("FAIL", "compiler", said, f"apt-get install {packages} (Debian, Ubuntu)")
     return Finding("ok", "compiler", f"{found}, {header}")
 
 
-def disk(need: int, what: str) -> Finding:
+def disk(requirements: Path, anything: bool) -> Finding:
     free = shutil.disk_usage(ROOT).free / GIB
-    said = f"{free:.1f} GiB free, {need} needed {what}"
+    need = RUN_GIB if anything else INSTALL_GIB[requirements.name]
+    said = f"{free:.1f} GiB free, {need} needed {'by the demo' if anything else 'to install'}"
     return Finding("ok" if free >= need else "FAIL", "disk", said, "make room, or clone to a larger disk")
 
 
 def memory() -> Finding:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    said = f"{total:.1f} GiB; the demo takes {DEMO_MEMORY_GIB}"
     fix = "a larger machine; or a smaller model: scripts/data/make_tiny_model.py"
-    return Finding("ok" if total >= 12 else "WARN", "memory", f"{total:.1f} GiB; the demo takes 12", fix)
+    return Finding("ok" if total >= DEMO_MEMORY_GIB else "WARN", "memory", said, fix)
 
 
-def engine(backend: str, dtype: str) -> Finding:
+def engine(backend: str, dtype: str, seconds: float = ENGINE_TIMEOUT_S) -> Finding:
     """A token of a tiny random model by the engine that training uses, in a process of its own."""
-    works, said = run(sys.executable, str(Path(__file__).resolve()), "one-token", backend, dtype)
+    ended = run(sys.executable, str(Path(__file__).resolve()), "one-token", backend, dtype, seconds=seconds)
     what = "vLLM" if backend == "vllm" else backend
-    if works:
-        return Finding("ok", what, said.splitlines()[-1])
+    if ended.status == 0:
+        return Finding("ok", what, ended.output.splitlines()[-1])
     fix = f"{AFRESH}; until then --rollout_backend transformers" if backend == "vllm" else AFRESH
-    return Finding("FAIL", what, f"no token: {said}", fix)
+    return Finding("FAIL", what, f"no token: {last_line(ended)}", fix)
 
 
 def one_token(backend: str, dtype: str) -> None:
@@ -214,21 +269,21 @@ def findings() -> Iterator[Finding]:
     if driver:
         dtype = "float32"
         if has_torch:
-            works, said = run(sys.executable, "-c", TORCH_SAYS)
-            dtype = "bfloat16" if works and said.endswith("True") else dtype
-            yield gpu(driver, said) if works else Finding("FAIL", "GPU", said, AFRESH)
+            ended = run(sys.executable, "-c", TORCH_SAYS)
+            dtype = "bfloat16" if ended.output.endswith("True") else dtype
+            yield gpu(driver, ended.output) if ended.status == 0 else Finding("FAIL", "GPU", last_line(ended), AFRESH)
         yield compiler()
+        yield hybrids()
     else:
-        found, dtype = processor()
-        yield found
+        said, dtype = processor(cpu_flags(), platform.machine())
+        yield said
         if sys.platform == "linux":
-            yield openmp()
+            yield openmp(Path("/proc/self/maps").read_text(), platform.machine())
         if why_none:
             fix = "install or repair NVIDIA's driver, or train on the CPU as it is"
             yield Finding("WARN", "GPU", f"nvidia-smi finds none: {why_none}", fix)
     yield sandbox()
-    # .venv is 4.1 GiB on a CPU, and pip unpacks beside it what it copies there; for a GPU it is an estimate
-    yield disk(2, "by the demo") if has_torch else disk(20 if driver else 7, "to install")
+    yield disk(requirements, has_torch)
     yield memory()
     if has_torch:
         has_vllm = any(name.startswith("vllm") for name, _ in wanted)

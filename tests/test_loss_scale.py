@@ -60,6 +60,22 @@ def test_the_gradient_is_that_of_float32(tiny_models, world, factor):
     assert not hasattr(learner.policy, "loss_scale")
 
 
+def test_idle_batches_add_nothing_to_the_gradient(tiny_models, world):
+    """A rank with one micro-batch of four, beside ranks that have four: with a weight of their own the three idle ones
+    would move everything."""
+    args, learner = load(tiny_models(), world, "--entropy_coef", 0.1)
+    policy = learner.policy
+    embedding = policy.model.get_input_embeddings().weight
+    embedding.data[0] = embedding.data[1]  # idle batches have token 0, whose embedding is 0 in this model
+    found = []
+    for forwards in (1, 4):
+        mini_batch = batches(args, world)[:1]
+        grpo.accumulate_gradient(policy, mini_batch, forwards, args, world, utils.Metrics())
+        found.append(torch.cat([p.grad.flatten() for p in policy.parameters()]))
+        policy.zero_grad()
+    assert torch.equal(*found) and found[0].any()
+
+
 def test_an_overflow_skips_the_step_and_halves_the_scale(tiny_models, world):
     args, learner = load(tiny_models(), world, *HALF)
     learner.policy.loss_scale.fill_(2.0**40)

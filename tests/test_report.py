@@ -307,6 +307,7 @@ def test_comparison_by_hand(pair, capsys):
     written = (pair[0].parent / "comparison.md").read_text()  # steps are here only
     assert "| 2 | 25 | 100 | 20.0 | 4.00 | 3.00 | 0.50 | 1.00 |" in written and "| 2 | 25 |" not in text
     assert "| 3 | 20 | 100 | 20.0 | 5.00 | 4.00 | — | 1.00 |" in written
+    assert (pair[0].parent / "comparison.png").exists()
 
 
 REPORT = """verifiable_reward 0.69 0.66 0.83|verifiable_correct_rate 0.08 0.08 0.11|code_reward 0.73 0.69 1.01

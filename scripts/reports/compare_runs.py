@@ -1,14 +1,14 @@
-"""Compare two or more runs: tables.
+"""Compare two or more runs: tables and plots.
 
     python scripts/reports/compare_runs.py RUN RUN [RUN ...] [--labels eager compiled] [--out DIRECTORY]
 
-prints the comparison and writes DIRECTORY/comparison.md, with a row for each step too (default: the first run's
-parent). The steps that all runs have are compared. Means are over the steps after step 1, which compiles
+prints the comparison and writes DIRECTORY/comparison.md, with a row for each step too, and comparison.png (default: the
+first run's parent). The steps that all runs have are compared. Means are over the steps after step 1, which compiles
 and warms up; --with_first_step includes it, as open-instruct's reports do. Columns with the names of these reports have
 their definitions: tokens, rewards and correct rates are of the groups kept, and training_time has the waiting for data.
 
-How runs with other seeds would differ takes several seeds a side: scripts/study.py, scripts/align/align.py, which also
-draws both sides. Two models on the same questions: scripts/eval.py.
+How runs with other seeds would differ takes several seeds a side: scripts/study.py, scripts/align/align.py. Two models
+on the same questions: scripts/eval.py.
 """
 
 import sys
@@ -18,9 +18,12 @@ from typing import NamedTuple
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from scripts.reports.common import GAP, TRAINING, Run, cell, parser, table
+from scripts.reports.common import CORRECT, GAP, TRAINING, Run, cell, parser, pyplot, table
 
+STEP_TOKENS = "val/num_step_tokens"
 TOTAL = "time/total"
+STEP_RATE = "learner_tokens_per_second_step"
+OVERALL = "learner_tokens_per_second_overall"
 
 
 class Column(NamedTuple):
@@ -31,18 +34,19 @@ class Column(NamedTuple):
     digits: int  # after the point
 
 
+TIMING = "Timing (s)"
 REWARDS = "Reward, accuracy and gap"
 THROUGHPUT = "Throughput"
 SECTIONS = {
     REWARDS: [Column("logprob_gap", f"{GAP}_mean", 5)],
     THROUGHPUT: [
-        Column("learner_tok/s_step", "learner_tokens_per_second_step", 0),
+        Column("learner_tok/s_step", STEP_RATE, 0),
         Column("actor_tok/s", "val/actor_tokens_per_second", 0),
         Column("response_tok/s, all rollouts", "val/response_tokens_per_second", 0),
-        Column("step_tokens", "val/num_step_tokens", 0),
+        Column("step_tokens", STEP_TOKENS, 0),
         Column("response_length", "val/sequence_lengths", 1),
     ],
-    "Timing (s)": [
+    TIMING: [
         Column("total_time", TOTAL, 2),
         Column("training_time", TRAINING, 2),
         Column("weight_sync", "time/weight_sync", 2),
@@ -52,6 +56,7 @@ SECTIONS = {
 }
 NO_VERIFIERS = {"objective/non_score_reward", "objective/rlhf_reward"}
 NOT_COMPARED = {"exp_name", "output_dir", "command", "launch", "process", "begun", "code"}  # flags and facts
+PLOTS = (CORRECT, "val/sequence_lengths", f"{GAP}_mean", "policy/entropy_avg", TOTAL, STEP_RATE)
 
 
 # --- Tables -----------------------------------------------------------------------------------------------------------
@@ -98,8 +103,7 @@ def summary(runs: list[Run]) -> str:
         rows.append([f"**{section}**", *("" for _ in runs)])
         if section == THROUGHPUT:
             add("Wall clock (min)", [run.minutes() for run in runs], 2)
-            overall = [run.last("learner_tokens_per_second_overall") for run in runs]
-            add("final learner_tok/s_overall", overall, 0)
+            add("final learner_tok/s_overall", [run.last(OVERALL) for run in runs], 0)
         for column in columns:
             add(f"avg {column.heading}", [run.mean(column.metric) for run in runs], column.digits)
     note = " (step 1 too)" if runs[0].after else ""
@@ -144,14 +148,27 @@ def settings(runs: list[Run]) -> list[str]:
 # --- The comparison ---------------------------------------------------------------------------------------------------
 
 
+def plot(runs: list[Run], path: Path) -> None:
+    """Draw PLOTS."""
+    plt = pyplot()
+    figure, axes = plt.subplots(2, 3, figsize=(15, 8), constrained_layout=True)
+    for axis, metric in zip(axes.flat, PLOTS, strict=True):
+        for run in runs:
+            steps = [step for step, row in run.rows.items() if row.get(metric) is not None]
+            axis.plot(steps, run.values(metric, 0), marker="o", markersize=3, label=run.label)
+        axis.set(title=metric, xlabel="step")
+    axes.flat[0].legend()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def compare(runs: list[Run]) -> str:
     """The comparison as markdown."""
     first = runs[0]
     steps = list(first.rows)
     kind = f"{len(steps) - 1} steps, step 1 apart" if first.after else f"all {len(steps)} steps"
-    title = " against ".join(run.label for run in runs)
     parts = [
-        f"# {title}",
+        f"# {' against '.join(run.label for run in runs)}",
         f"{len(steps)} shared steps, {steps[0]} to {steps[-1]}.",
         overview(runs),
         "What is not the same:",
@@ -167,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
     flags.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     flags.add_argument("--labels", nargs="+", help="names of the runs instead of their directories' names")
     flags.add_argument("--with_first_step", action="store_true", help="means over all steps, step 1 included")
-    flags.add_argument("--out", type=Path, help="directory for comparison.md")
+    flags.add_argument("--out", type=Path, help="directory for comparison.md and comparison.png")
     options = flags.parse_args(argv)
     if len(options.runs) < 2 or options.labels and len(options.labels) != len(options.runs):
         flags.error("two runs or more, and as many labels")
@@ -182,8 +199,10 @@ def main(argv: list[str] | None = None) -> int:
     steps = [f"### {run.label}\n\n{per_step(run, columns)}" for run in runs]
     out = options.out or options.runs[0].resolve().parent
     out.mkdir(parents=True, exist_ok=True)
-    (out / "comparison.md").write_text("\n\n".join([text, "## Per-step detail", *steps]) + "\n")
-    print(f"{text}\n{out / 'comparison.md'}")
+    plot(runs, out / "comparison.png")
+    parts = [text, "## Per-step detail", *steps, "![curves](comparison.png)"]
+    (out / "comparison.md").write_text("\n\n".join(parts) + "\n")
+    print(f"{text}\n{out / 'comparison.md'}, {out / 'comparison.png'}")
     return 0
 
 

@@ -51,7 +51,8 @@ def test_async_steps_0_is_grpo_py_bit_for_bit(five_steps, tiny_models, data, tmp
 def assert_same_metrics(sync, fast):
     """grpo_fast.py has more of them."""
     for a, b in zip(map(untimed, sync), fast, strict=True):
-        assert a == {name: b[name] for name in a}
+        for name in a:
+            assert "time/" in name or a[name] == b[name], name  # an evaluation's times too
 
 
 def test_the_transformers_engine_too_gives_the_bits_of_grpo_py_though_it_is_killed(tiny_models, data, tmp_path):  # noqa: F811
