@@ -734,6 +734,15 @@ def collection(text: str) -> tuple[str, list[str]] | None:
     return "()" if brackets == "[]" and len(inside) > 2 else brackets, inside
 
 
+def unwrapped(text: str) -> str:
+    """The item of a collection that has one; the text itself where it is none."""
+    found = collection(text)
+    if found is None:
+        return text
+    _, items_of_it = found
+    return items_of_it[0] if len(items_of_it) == 1 else text
+
+
 def same_collections(gold: str, answer: str) -> bool | None:
     """Whether two collections are equal; None if math-verify has to tell.
 
@@ -744,7 +753,7 @@ def same_collections(gold: str, answer: str) -> bool | None:
         return same_items(*unions, in_order=False) or None
     found = [collection(text) for text in (gold, answer)]
     kinds = {one[0] for one in found if one}
-    singles = [one[1][0] if one and len(one[1]) == 1 else text for one, text in zip(found, (gold, answer), strict=True)]
+    singles = [unwrapped(gold), unwrapped(answer)]
     if singles != [gold, answer] and kinds != {"{}"}:
         return "" not in kinds and same(*singles)
     if None in found:
