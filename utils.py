@@ -3035,7 +3035,7 @@ class Logger:
         line = json.dumps(row, default=str) + "\n"
         run_files.append_lines(self.run_dir / f"{name}.jsonl", line)
         for tracker in TRACKERS:
-            tracker.log(json.loads(line))
+            tracker.rows.put(json.loads(line))
 
     def say(self, text: str) -> None:
         """Print a line, on the first rank."""

@@ -1,14 +1,16 @@
 """What a user sees of a run while it goes: console, wandb, TensorBoard."""
 
 import contextlib
+import importlib.machinery
 import json
+import logging
 import math
 import os
 import sqlite3
 import subprocess
 import sys
 import textwrap
-import time
+import threading
 import types
 from dataclasses import asdict
 
@@ -24,6 +26,11 @@ def make_logger(tmp_path, world, *flags, num_steps=8, start=0):
     args = utils.parse_args(grpo.Args, ["--model_name_or_path", "x", *flags])
     (tmp_path / "args.json").write_text(json.dumps(asdict(args)))
     return utils.Logger(args, tmp_path, num_steps, start, world)
+
+
+def test_vllm_is_quiet_before_it_sets_its_own_level():
+    """It warns of Triton as it is imported."""
+    assert not logging.getLogger("vllm.triton_utils.importing").isEnabledFor(logging.WARNING)
 
 
 def make_rollouts(count):
@@ -116,47 +123,107 @@ def test_wandb_gets_axes_and_a_table(tmp_path, world, monkeypatch):
     assert row["prompt"] == "What is 3 + 4?" and row["text"] == "answer 3" and row["score"] == 3.0
     (log,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     assert b"training_step" in log.read_bytes() and b"eval/*" in log.read_bytes()
-    make_logger(tmp_path, world, "--with_tracking", start=1).close()
-    runs = {path.name.rpartition("-")[2] for path in tmp_path.glob("wandb/offline-run-*")}
-    assert runs == {(tmp_path / "wandb_id.txt").read_text()}  # a resume goes on in the run
 
 
-class Odd(track.Tracker):
-    """Fails or hangs where `act` says."""
+class FakeWandb(types.ModuleType):
+    """In place of wandb. It keeps what it gets, and does what `act` says: "hang init", "fail log 2", ..."""
 
-    act = ""
+    id, url, dir, offline = "id7", "https://x", "here", False
+    Settings = Table = staticmethod(lambda *args, **kwargs: len(args) and len(args[1]))
 
-    def do(self, when):
+    def __init__(self):
+        super().__init__("wandb")
+        self.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+        self.act = ""
+        self.got = []
+        self.over = threading.Event()
+
+    def do(self, when, *values):
+        self.got.append([when, *values])
+        if self.act == f"hang {when}":
+            self.over.wait(60)
         if self.act == f"fail {when}":
             raise RuntimeError("no network")
-        if self.act == f"hang {when}":
-            time.sleep(60)
 
-    def open(self):
-        self.got = []
-        self.do("open")
+    def setup(self, settings):
+        pass
 
-    def send(self, row):
-        self.got.append(row["training_step"])
-        self.do(f"row {len(self.got)}")
+    def init(self, id, project, config, mode="online", **more):
+        self.do("init" if mode == "online" else mode, id, project, config["exp_name"])
+        return self
 
-    def finish(self, status):
-        self.do("finish")
+    def define_metric(self, *args, **kwargs):
+        pass
+
+    def log(self, row, step):
+        self.do(f"log {step}", row)
+
+    def finish(self, exit_code):
+        self.do("finish", exit_code)
+
+    def teardown(self):
+        pass
 
 
-@pytest.mark.parametrize("act", ["hang finish", "fail open", "fail row 2", "fail finish"])
-def test_a_tracker_that_fails_or_never_ends_is_told_once(act, tmp_path, world, capsys, monkeypatch):
-    monkeypatch.setattr(track, "WAIT_S", 0.5)
-    monkeypatch.setattr(track, "TensorBoard", Odd)
-    monkeypatch.setattr(Odd, "act", act)
-    logger = make_logger(tmp_path, world, "--with_tensorboard")
-    (tracker,) = utils.TRACKERS
+@pytest.fixture
+def fake(monkeypatch):
+    module = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    yield module
+    module.over.set()
+    utils.end_trackers()
+
+
+def test_a_tracker_gets_all_rows_and_the_end(fake, tmp_path, world, capsys):
+    """The samples of a step with its metrics, the steps in order; a resume goes on after its checkpoint's step."""
+    logger = make_logger(tmp_path, world, "--with_tracking", "--wandb_project", "p")
+    for step in range(300):
+        logger.log({"training_step": step, "objective/scores": math.nan if step == 3 else 0.5})
+        if step % 100 == 1:
+            logger.show(step, [make_rollouts(3)])
+    logger.close()
+    got = list(fake.got)
+    assert got[0] == ["init", None, "p", "grpo"] and got[-1] == ["finish", 0]
+    names = [name for step in range(300) for name in [f"log {step}"] * (1 + (step % 100 == 1))]
+    assert [name for name, *_ in got[1:-1]] == names
+    assert got[3][1] == {"training_step": 1, "rollouts": 3} and got[5][1]["objective/scores"] is None
+    again = make_logger(tmp_path, world, "--with_tracking", start=200)
+    again.log({"training_step": 201})
+    again.close()
+    assert fake.got[len(got) :] == [
+        ["init", "id7", "grpo", "grpo"],
+        ["log 201", {"training_step": 201}],
+        ["finish", 0],
+    ]
+    out = capsys.readouterr().out
+    assert "WARNING" not in out and out.count("tracked by wandb: https://x\n") == 2
+
+
+@pytest.mark.parametrize("act", ["hang init", "hang log 2", "hang finish", "fail offline", "fail log 2", "fail finish"])
+def test_a_tracker_that_hangs_or_fails_never_blocks_and_is_told_once(fake, act, tmp_path, world, capsys, monkeypatch):
+    monkeypatch.setattr(track, "START_S", 0.5)
+    monkeypatch.setattr(track, "WAIT_S", 0.5 if "hang" in act else 30.0)
+    fake.act = act
+    if act == "fail offline":  # nor online
+        fake.init = lambda **flags: fake.do("offline")
+    logger = make_logger(tmp_path, world, "--with_tracking")
     for step in range(1, 200):
         logger.log({"training_step": step})
     logger.close()
-    assert capsys.readouterr().out.count("WARNING: ") == 1
+    told = " ".join(capsys.readouterr().out.split())
+    assert told.count("WARNING: ") == 1 and "wandb" in told
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 199
-    assert tracker.got == list(range(1, 200))  # the next row may arrive
+    if act == "fail log 2":  # the next row may arrive
+        assert [name for name, *_ in fake.got[-3:]] == ["log 198", "log 199", "finish"]
+
+
+def test_wandb_is_offline_where_it_cannot_be_reached(fake, tmp_path, world, capsys):
+    fake.act = "fail init"
+    logger = make_logger(tmp_path, world, "--with_tracking")
+    logger.log({"training_step": 1})
+    logger.close()
+    assert [name for name, *_ in fake.got] == ["init", "offline", "log 1", "finish"]
+    assert "WARNING" not in capsys.readouterr().out
 
 
 FAILS = """

@@ -1,64 +1,76 @@
-"""Trackers: Weights & Biases, TensorBoard and trackio. What fails in one is a single warning, and ends no run.
+"""Trackers: Weights & Biases, TensorBoard and trackio, each in a thread of the run.
 
-wandb sends from a process of its own. Where its server is out of reach or there is no key, it writes to the disk alone,
-as with WANDB_MODE=offline; `wandb sync` sends that later. The end of a run waits WAIT_S for it, at most. A resumed run
-goes on in the wandb run of RUN/wandb_id.txt.
+A tracker that hangs or fails holds up neither a step nor, after WAIT_S, the end: one warning tells of it. A resumed run
+goes on in the wandb run of RUN/wandb_id.txt. Where wandb's server is out of reach or there is no key, wandb writes to
+the disk alone, as with WANDB_MODE=offline; `wandb sync` sends that later.
 """
 
-import contextlib
 import importlib
 import json
 import os
+import queue
+import shutil
 import tempfile
 import textwrap
 import threading
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import utils
 
 INIT_S = 30.0  # for wandb's server to answer; then wandb is offline
+START_S = 60.0  # after this time a run no longer waits for a tracker to be ready
 WAIT_S = 30.0  # at the end of a run, for rows that are not sent yet
 Row = dict[str, Any]
 
 
-class Tracker:
-    """start_step: of a resumed run, the step that it goes on after."""
+class Tracker(threading.Thread):
+    """Sends the rows that are put into `rows`, until None. start_step: of a resumed run, the step that it goes on
+    after."""
 
     open: Any  # methods of the subclasses
     send: Any
     finish: Any
 
     def __init__(self, run_dir: Path, start_step: int):
+        super().__init__(name=type(self).__name__.lower(), daemon=True)
         self.run_dir = run_dir
         self.args: Row = json.loads((run_dir / "args.json").read_text())
         self.start_step = start_step
+        self.rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
+        self.opened = threading.Event()
+        self.status = 0  # of the run
         self.has_warned = False
+        self.start()
+        self.opened.wait(START_S)
+
+    def run(self) -> None:
+        utils.pin(utils.ALL_CORES)  # of this thread and wandb's process: grpo_fast.py pins its ranks
         self.attempt(self.open)
+        self.opened.set()
+        for row in iter(self.rows.get, None):
+            self.attempt(self.send, row)
+        self.attempt(self.finish)
 
     def attempt(self, function: Any, *arguments: Any) -> None:
-        """Call it. The first error is told; the next row may arrive."""
+        """Call it. An error, of whatever class, is a warning: the next row may arrive."""
         try:
             function(*arguments)
         except (Exception, SystemExit) as error:
             self.warn(f"{error!r:.300}")
 
     def warn(self, problem: str) -> None:
+        """Tell the first problem."""
         if not self.has_warned:
-            print(f"WARNING: {type(self).__name__.lower()}: {problem}: metrics.jsonl has all\n", end="", flush=True)
+            print(f"WARNING: {self.name}: {problem}: metrics.jsonl has all\n", end="", flush=True)
         self.has_warned = True
 
-    def log(self, row: Row) -> None:
-        """A row of metrics.jsonl, or one of samples.jsonl, which has `rollouts`."""
-        self.attempt(self.send, row)
-
     def end(self, status: int) -> None:
-        """Send what is left, and with which status the run ends."""
-        ending = threading.Thread(target=self.attempt, args=(self.finish, status), daemon=True)
-        ending.start()
-        ending.join(WAIT_S)
-        if ending.is_alive():
+        """Send what is left, and with which status the run ends. Waits WAIT_S at most."""
+        self.status = status
+        self.rows.put(None)
+        self.join(WAIT_S)
+        if self.is_alive():
             self.warn(f"has not ended within {WAIT_S:.0f} s")
 
 
@@ -74,34 +86,24 @@ def as_table(row: Row, table: Any) -> Row:
     return {"training_step": row["training_step"], table_name(row): table(columns, values)}
 
 
-@contextlib.contextmanager
-def own_process():
-    """wandb's process, and its temporary files, begin here: on all cores, where grpo_fast.py pins its ranks, and in a
-    directory that is removed however this process ends."""
-    directory = tempfile.mkdtemp(prefix="track_")
-    utils.sweep(directory)
-    before = utils.pin(utils.ALL_CORES)
-    try:
-        with mock.patch.object(tempfile, "tempdir", directory), mock.patch.dict(os.environ, TMPDIR=directory):
-            yield
-    finally:
-        utils.pin(before)
-
-
-def text_of(rollouts: list[Row]) -> str:
-    """Rollouts as a block of code in Markdown."""
-    lines = []
-    for rollout in rollouts:
-        lines += [f"{name}: {value}" for name, value in rollout.items()]
-        lines.append("")
-    text = "\n".join(lines)
-    return textwrap.indent(text, "    ")
-
-
 class Wandb(Tracker):
     """Metrics over training_step, and samples as tables."""
 
-    @own_process()
+    def run(self) -> None:
+        """wandb's files and sockets go into a directory that is removed however this process ends."""
+        self.own = tempfile.mkdtemp(prefix="track_")
+        utils.sweep(self.own)
+        super().run()
+        shutil.rmtree(self.own, ignore_errors=True)
+
+    def attempt(self, function: Any, *arguments: Any) -> None:
+        before = tempfile.gettempdir()
+        os.environ["TMPDIR"] = tempfile.tempdir = self.own
+        try:
+            super().attempt(function, *arguments)
+        finally:
+            os.environ["TMPDIR"] = tempfile.tempdir = before
+
     def open(self) -> None:
         import wandb
 
@@ -125,9 +127,7 @@ class Wandb(Tracker):
             why = f", offline: {error!r:.200}"
             self.tracked = wandb.init(**flags, mode="offline")
         id_file.write_text(self.tracked.id)
-        place = self.tracked.url
-        if self.tracked.offline:
-            place = self.tracked.dir
+        place = self.tracked.dir if self.tracked.offline else self.tracked.url
         print(f"tracked by wandb: {place}{why}\n", end="", flush=True)
         for name in ("training_step", "episode"):
             self.tracked.define_metric(name)
@@ -141,10 +141,10 @@ class Wandb(Tracker):
             row = as_table(row, wandb.Table)
         self.tracked.log(row, step=row["training_step"])
 
-    def finish(self, status: int) -> None:
+    def finish(self) -> None:
         import wandb
 
-        self.tracked.finish(exit_code=status)
+        self.tracked.finish(exit_code=self.status)
         wandb.teardown()  # of its process
 
 
@@ -162,14 +162,15 @@ class TensorBoard(Tracker):
     def send(self, row: Row) -> None:
         step = row["training_step"]
         if "rollouts" in row:
-            self.writer.add_text(table_name(row), text_of(row["rollouts"]), step)
+            texts = ["\n".join(f"{name}: {value}" for name, value in rollout.items()) for rollout in row["rollouts"]]
+            self.writer.add_text(table_name(row), textwrap.indent("\n\n".join(texts), "    "), step)
             return
         for name, value in row.items():
             if value is not None:
                 self.writer.add_scalar(name, value, step)
         self.writer.flush()
 
-    def finish(self, status: int) -> None:
+    def finish(self) -> None:
         self.writer.close()
 
 
@@ -191,7 +192,7 @@ class Trackio(Tracker):
             row = as_table(row, self.trackio.Table)
         self.tracked.log(row, step=step)
 
-    def finish(self, status: int) -> None:
+    def finish(self) -> None:
         self.tracked.finish()
 
 
