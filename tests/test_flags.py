@@ -426,3 +426,18 @@ def test_a_gpu_without_memory_names_flags_that_help():
     said = utils.words_of(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. " + 50 * "x "))
     flags = re.findall(r"--(\w+)", said)
     assert "2.00 GiB" in said and len(flags) >= 3 and set(flags) <= {field.name for field in fields(grpo.Args)}
+
+
+def test_one_row_in_place_of_all_rows_is_told(tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"messages": [{"role": "user", "content": "1 + 1?"}], "ground_truth": "2", "dataset": "gsm8k"}\n')
+    for amount in ("1", "1.0"):
+        grpo.main(parse(*"--model_name_or_path x --dry_run --dataset_mixer_list".split(), str(rows), amount))
+        assert ("WARNING: --dataset_mixer_list" in capsys.readouterr().out) == (amount == "1")
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_the_first_rank_alone_says_it(monkeypatch, capsys, rank):
+    monkeypatch.setenv("RANK", rank)
+    utils.say("once")
+    assert capsys.readouterr().out == ("once\n" if rank == "0" else "")

@@ -178,10 +178,9 @@ def answers(*logprobs):
     return [utils.Generation([7], [logprob], "length", [0]) for logprob in logprobs]
 
 
-def send(said, version, changed):
-    """Note weights of 1,024 numbers that differ from version 0 in `changed` of them."""
-    weights = torch.zeros(guards.NUMBERS)
-    weights[:changed] = 1.0
+def send(said, version, moved):
+    """Note weights that are `moved` of their size away from those of version 0."""
+    weights = torch.full((guards.NUMBERS,), 1.0 + moved)
     ((name, same),) = said.watch([("w", weights)], version)
     assert name == "w" and same is weights
 
@@ -189,7 +188,7 @@ def send(said, version, changed):
 def test_an_engine_that_repeats_its_answers_has_not_got_the_weights():
     said = guards.Echo(make_guards().args)
     for version in (0, 1):
-        send(said, version, 100 * version)
+        send(said, version, 1e-3 * version)
         said.judge(0, version, answers(-1.5, -2.0 - version))  # one of them may stay
         said.judge(1, version, answers(-1.5, -2.0))
     assert "engine 1" in utils.STOP.because and "step 1" in utils.STOP.because
@@ -198,7 +197,7 @@ def test_an_engine_that_repeats_its_answers_has_not_got_the_weights():
 def test_an_engine_may_answer_later_than_the_others():
     said = guards.Echo(make_guards().args)
     for version in range(9):
-        send(said, version, 100 * version)
+        send(said, version, 1e-3 * version)
         said.judge(0, version, answers(-1.0 - version))
         if version >= 2:
             said.judge(1, version - 2, answers(-1.0 - version))
@@ -215,11 +214,11 @@ def test_weights_that_stay_have_the_same_echo():
 
 
 def test_small_updates_add_up():
-    """An update may be too small for any logprob; ten of them are not."""
+    """An update may be too small for any logprob, though each number moves; eight of them are not."""
     said = guards.Echo(make_guards().args)
     for version in range(9):
         assert not utils.STOP.because
-        send(said, version, version // 4)
+        send(said, version, 1.3e-7 * version)
         said.judge(0, version, answers(-1.5))
     assert "those of step 0" in utils.STOP.because
     assert len(said.sent) <= 2 + guards.KEPT_VERSIONS  # what nobody needs is forgotten

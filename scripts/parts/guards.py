@@ -248,12 +248,13 @@ def dump_batches(mini_batches: Sequence[Sequence[Any]], path: Path) -> None:
 #
 # After each load of weights an engine answers the same requests of one token each. A logprob is made of all logits of
 # the vocabulary: an engine whose answers all stay the same, bit by bit, has not got the weights. Weights may well stay
-# the same, after a step without a gradient or one too small for bfloat16. So the learner keeps some of the numbers that
-# it sends, and the engine is judged once a share of LEAST_CHANGED of them differs from those at its last new answer.
+# the same, after a step without a gradient or one too small for bfloat16, and small moves are lost in the rounding of a
+# logprob. So the learner keeps some of the numbers that it sends, and the engine is judged once they are LEAST_MOVED of
+# their size away from those at its last new answer.
 
 REQUESTS = 8
 NUMBERS = 1024  # of each tensor that is sent
-LEAST_CHANGED = 1e-3
+LEAST_MOVED = 1e-6  # about the rounding of a float32 logprob, as a share of it
 KEPT_VERSIONS = 4  # an engine may answer later than the others
 
 Answers = list[tuple[int, float]]  # token and logprob
@@ -295,7 +296,7 @@ class Echo:
             before, since = self.last.get(engine, ([], version))
             if answers != before:
                 self.last[engine] = (answers, version)
-            elif not self.off and self.changed(since, version) >= LEAST_CHANGED:
+            elif not self.off and self.moved(since, version) >= LEAST_MOVED:
                 utils.STOP.ask(
                     f"engine {engine} has not got the weights of step {version}: it computes with those of step "
                     f"{since}, for the logprobs of {REQUESTS} requests are the same bit by bit: a defect of the sync"
@@ -309,13 +310,16 @@ class Echo:
             if old <= version:
                 del self.sent[old]
 
-    def changed(self, before: int, now: int) -> float:
-        """The share of the numbers kept of one version that another one has changed; 0 where one is not kept."""
+    def moved(self, before: int, now: int) -> float:
+        """How far the numbers kept of one version are from those of another, as a share of their size:
+        sum |new - old| / sum |old|. 0 where one is not kept."""
         if before == now or before not in self.sent or now not in self.sent:
             return 0.0
-        old = torch.cat(self.sent[before])
-        new = torch.cat(self.sent[now])
-        return float((old != new).float().mean())
+        old = torch.cat(self.sent[before]).float()
+        new = torch.cat(self.sent[now]).float()
+        distance = (new - old).abs().sum()
+        size = old.abs().sum()
+        return float(distance / size)
 
 
 class Asker:
