@@ -378,11 +378,6 @@ def set_advantages(groups: Sequence[Group], args: Args) -> None:
             r.advantage = advantage
             r.tokenless = tokenless
 
-    if args.turn_credit:
-        from scripts.parts import credit
-
-        credit.set_advantages(groups, args)
-
 
 def has_gradient(group: Group) -> bool:
     """Whether the group's outcomes differ. Missing ones (NaN) do not count."""

@@ -701,9 +701,6 @@ class TurnFlags(Refusing):
     came and goes on; with a live environment the rollout ends."""
     pool_size: Positive[int | None] = None
     """Processes that answer at the same time. None is 2 for each core, and at least 8."""
-    turn_credit: bool = False
-    """Give each turn an advantage of its own: of the rewards after it, against the mean of the group's others. See
-    scripts/parts/credit.py."""
 
     @property
     def has_turns(self) -> bool:

@@ -250,9 +250,6 @@ CASES: dict[str, Case] = {
     "env_file": Case(TURNS.partition(" --env_file")[0], "--env_file ENV", "1 requests"),
     "max_steps": Case(TURNS, "--max_steps 1", "1 requests"),
     "per_turn_max_tokens": Case(TURNS, "--per_turn_max_tokens 2", "1 requests"),
-    "turn_credit": Case(
-        f"{TURNS} --advantage_normalization_type centered --no_filter_zero_std_samples", "--turn_credit", "1 advantages"
-    ),
     # the reward
     "remap_verifier": Case("", "--remap_verifier gsm8k=string_matcher", "1 outcomes"),
     "audit_verifier": Case("", "--audit_verifier string_matcher", "1 audits"),

@@ -239,7 +239,6 @@ def test_a_number_beyond_its_bound_is_refused(flag, value, must):
         check(f"--{flag}={value}")
 
 
-CREDIT = "--turn_credit --tools calculator --advantage_normalization_type centered --no_filter_zero_std_samples"
 TEACHER = "--ref_model_name_or_path t"
 # What is refused in a line that names these flags
 REFUSALS = f"""
@@ -263,9 +262,6 @@ REFUSALS = f"""
 --rho_mask_tv_divergence --no_use_rho_correction | rho_mask
 --rho_mask_tv_divergence | rho_mask_tv_divergence rho_mask_upper_bound
 --rho_mask_upper_bound 1 | rho_mask_upper_bound
---turn_credit | turn_credit env_file tools
-{CREDIT} --filter_zero_std_samples | turn_credit no_filter_zero_std_samples
-{CREDIT} --kl_in_reward --beta 0.1 | turn_credit kl_in_reward
 --no_apply_verifiable_reward | no_apply_verifiable_reward apply_r1_style_format_reward
 --additive_format_reward | additive_format_reward apply_r1_style_format_reward
 --kl_in_reward --beta 0 | kl_in_reward beta

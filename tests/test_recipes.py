@@ -56,7 +56,6 @@ TABLE = {
     "debug/grpo_fast_3_gpu": (3, 2, 1, 1, 8, 4, 1, 6, 64, 1024),
     "debug/single_gpu_grpo": (1, 1, 1, 1, 8, 4, 1, 6, 64, 1024),
     "debug/grpo_integration_test": (1, 1, 1, 1, 8, 4, 1, 6, 64, 1024),
-    "debug/turn_credit": (1, 1, 1, 1, 8, 8, 1, 30, 128, 2048),
     "debug/letters": (1, 1, 1, 1, 8, 8, 1, 20, 16, 512),
     "debug/hack": (1, 1, 1, 1, 8, 8, 1, 30, 14, 512),
     "debug/distill": (1, 1, 1, 1, 16, 16, 4, 20, 16, 1024),

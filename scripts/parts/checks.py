@@ -455,7 +455,7 @@ def check_reference(args: Any) -> None:
 
 
 def check_advantages(args: Any) -> None:
-    """The KL as a part of the score, a baseline for each turn, and groups that are chosen by their scores."""
+    """The KL as a part of the score, and groups that are chosen by their scores."""
     kind = args.advantage_normalization_type
     if args.active_sampling and not args.filter_zero_std_samples:
         args.refuse("--active_sampling refills groups that --filter_zero_std_samples drops: it needs that flag")
@@ -467,11 +467,3 @@ def check_advantages(args: Any) -> None:
         # Responses of equal outcome would get advantages of about 1, however small beta is
         fix = "take centered, or add --force_kl_in_reward"
         args.refuse(f"--kl_in_reward with --advantage_normalization_type divides KLs by their own deviation: {fix}")
-    if args.turn_credit and not args.has_turns:
-        args.refuse("--turn_credit needs turns with rewards: add --env_file or --tools, or drop it")
-    chosen = args.filter_zero_std_samples or args.active_sampling  # turns may differ where outcomes are equal
-    if args.turn_credit and (chosen or kind != "centered"):
-        fix = "take --advantage_normalization_type centered --no_filter_zero_std_samples without --active_sampling"
-        args.refuse(f"--turn_credit --advantage_normalization_type: groups are not chosen or scaled by outcomes: {fix}")
-    if args.turn_credit and args.kl_in_reward:
-        args.refuse("--turn_credit --kl_in_reward: a turn would pay for KL of turns before it, drop one")

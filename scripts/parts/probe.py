@@ -30,7 +30,7 @@ def differences(args: Any) -> list[str]:
     """What this copy does otherwise, a sentence each. `args` are grpo.Args, and `module` is where they come from."""
     flags = next(kind for kind in type(args).__mro__ if kind.__name__ == "GRPOFlags")
     module = sys.modules[flags.__module__]
-    plain = replace(args, sequence_parallel_size=1, turn_credit=False)
+    plain = replace(args, sequence_parallel_size=1)
     found = []
     for name, question in QUESTIONS.items():
         try:

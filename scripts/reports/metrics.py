@@ -34,7 +34,7 @@ DEFINITIONS = {
     "objective/rlhf_reward": "score minus beta x objective/kl",
     "val/format_scores": "mean format reward. Healthy: rises",
     "val/advantages": "advantages of the rollouts trained on, with --kl_in_reward after the KL. Of a rollout with "
-    "one a token (--turn_credit, some forks) the mean over its tokens, an environment's included. Healthy: mean near 0",
+    "one a token (some forks) the mean over its tokens, an environment's included. Healthy: mean near 0",
     # verifications
     "reward/NAME_ok": "verifications that gave a score, a count",
     "reward/NAME_no_answer": "verifications that found nothing to score, a count",
