@@ -342,6 +342,15 @@ def test_reasoning_gym():
         ("reasoning_gym", gym("prime_factorization", PRIMES), "2 × 2 × 3", 1.0),
         ("reasoning_gym", gym("prime_factorization", PRIMES), "no idea", 0.0),  # this scorer raises on junk
     ])  # fmt: skip
+    game = {"numbers": [94, 4, 6, 61], "target": 309, "source_dataset": "countdown"}
+    label = gym("composite", {"question": "", "answer": "x", "metadata": game})
+    four = gym("puzzle24", {"question": "", "answer": "x", "metadata": {"numbers": [8, 5, 10, 6]}})
+    right = [(label, "94*4 - 6 - 61"), (label, "94 * 4 - (61+6)"), (four, "(8 - 5)*10 - 6")]
+    wrong = """309|94*4 - 61|9,4*4 - 6 - 61|94*4 - 6 - 61 = 309|309 + 0*(94+4+6+61)|9**9**9|24|1*2*3*4|²|94*4 - 6 - 6_1
+        |__import__('os')|S('24')|94**4**6**61|94/(4-4)-6-61""".split("|")
+    wrong += ["(" * 5000, "1" * 5000]
+    assert_scores([("reasoning_gym", task, answer, 1.0) for task, answer in right])
+    assert_scores([("reasoning_gym", task, answer, 0.0) for task in (label, four) for answer in wrong])
 
 
 # Their entries have no answer
@@ -384,13 +393,13 @@ def poisoned(value, text):
     return [poisoned(item, text) for item in value] if isinstance(value, list) else text
 
 
-def test_no_scorer_outside_the_sandbox_compiles_a_text():
+def test_no_scorer_compiles_a_text():
     """All tasks that run in a worker, with their own entries and with ones whose every text is code."""
     from reasoning_gym.factory import DATASETS
 
     evil, jobs = "__import__('os').system('true')", []
-    inside = gym_part.REASONING_GYM_UNSAFE | gym_part.REASONING_GYM_REFUSED.keys() | {"composite", "puzzle24"}
-    for task in sorted(DATASETS.keys() - inside):
+    others = gym_part.REASONING_GYM_REFUSED.keys() | {"composite", "countdown", "puzzle24"}
+    for task in sorted(DATASETS.keys() - others):
         entry = gym_entry(task)
         answer = entry["answer"] or "[]"
         bad = {"answer": evil} if task in UNANSWERED else poisoned(entry, evil)
@@ -424,6 +433,7 @@ def test_no_scorer_outside_the_sandbox_compiles_a_text():
     ("reasoning_gym", gym("chain_summ", CHAIN_SUM), False),
     ("reasoning_gym", {"task": {1, 2}}, False),
     ("reasoning_gym", gym("coin_flip", CHAIN_SUM), False),
+    ("reasoning_gym", gym("simple_integration", CHAIN_SUM), False),
     ("ifeval", ifeval(NO_COMMA), True),
     ("ifeval", ifeval(("keywords:existance", {})), False),
     ("ifeval_mean", ifeval(NO_COMMA, ("keywords:existence", {"words": ["x"]})), False),

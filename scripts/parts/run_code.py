@@ -1,7 +1,6 @@
 """The verifiers code and code_stdio: the model's program, run in a sandbox against the tests of the label.
 
-What a sandbox is and what it keeps out is in scripts/parts/sandbox.py. `require_sandbox` and `in_sandbox` are for every
-verifier that runs text of the model: gym.py uses them as well.
+What a sandbox is and what it keeps out is in scripts/parts/sandbox.py.
 """
 
 import ast

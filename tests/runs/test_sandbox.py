@@ -22,7 +22,6 @@ import pytest
 
 import rewards
 from rewards import RewardRecord, check_ground_truth, score
-from scripts.parts import gym as gym_part
 from scripts.parts import run_code, sandbox
 from tests.programs import wait_until
 
@@ -554,63 +553,3 @@ def test_labels():
     ]  # fmt: skip
     assert not [label for label in right if check_ground_truth(*label) is not None]
     assert not [label for label in wrong if check_ground_truth(*label) is None]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The scorers of reasoning_gym that run expressions
-
-
-@pytest.fixture
-def gym():
-    """Function task -> an entry of it; the deadline of an expression is short."""
-    reasoning_gym = pytest.importorskip("reasoning_gym")
-    return lambda task: reasoning_gym.create_dataset(task, size=1, seed=1)[0]
-
-
-GYM = [
-    ("binary_matrix", "[[1, 0], [0, 1]]", 0.0), ("n_queens", "[['_']]", 0.0),
-    ("spiral_matrix", "4 6 7 3 9 1 9 7 0 6 7 0 7 6 1", 0.0), ("string_insertion", "EACAD", 0.0),
-    ("countdown", "94*4 - 6 - 61", 1.0), ("countdown", "309", 0.05), ("countdown", "94*4 - 61", 0.05),
-    ("puzzle24", "(8 - 5)*10 - 6", 1.0), ("puzzle24", "8", 0.05), ("puzzle24", "1*2*3*4", 0.05),
-    ("bitwise_arithmetic", "0x1", 0.0),
-    ("polynomial_multiplication", "0 + {answer}", 1.0), ("polynomial_multiplication", "{answer} + 1", 0.0),
-    ("simple_integration", "-17*x**8*2/15 - 5*x/4", 1.0), ("simple_integration", "x**2", 0.0),
-    ("intermediate_integration", "-4*sqrt(-2*x - 8)**3/3 + 7", 1.0), ("intermediate_integration", "sin(x)", 0.0),
-]  # fmt: skip
-GYM_ATTACKS = [
-    "__import__('os').system('true')", "oracle_answer", "[entry['answer']]", "entry", "[c for c in oracle_answer]",
-    "(lambda: 24)()", "24 .__class__", "S('24')", "exec", "x.func", "Integral(x, x)", "print(1)",
-    "eval", "𝐱", "²", "1" * 5000, "1+" * 500 + "1", "os*2",
-]  # fmt: skip
-
-
-def test_scorers_that_run_expressions(gym, monkeypatch):
-    monkeypatch.setattr(run_code.SANDBOXES, "slots", threading.BoundedSemaphore(1))  # 1.3 s for each that starts
-    literals = {"binary_matrix", "n_queens", "spiral_matrix", "string_insertion", "number_sorting"}
-    for task in sorted(gym_part.REASONING_GYM_UNSAFE | literals | {"puzzle24"}):
-        entry = gym(task)
-        label = {"task": task, "entry": entry}
-        assert check_ground_truth("reasoning_gym", label) is None
-        composite = {"task": "composite", "entry": entry}  # its entries say where they are from
-        records = [RewardRecord(entry["answer"], one, "reasoning_gym") for one in (label, composite)]
-        records += [
-            RewardRecord(answer.format_map(entry), label, "reasoning_gym") for name, answer, _ in GYM if name == task
-        ]
-        want = [1.0, 1.0] + [value for name, _, value in GYM if name == task]
-        assert [(r.score, r.status) for r in score(records)] == [(value, "ok") for value in want], task
-        # the question as its own answer, spelled in letters: sympy's S("Integral(x**2, x)")
-        echo = f"Integral({entry['metadata'].get('integrand')}, x)"
-        attacks = [*GYM_ATTACKS, echo, f"S({'+'.join(map(repr, echo))})"]
-        results = score([RewardRecord(answer, label, "reasoning_gym") for answer in attacks])
-        wrong = [(task, a, r) for a, r in zip(attacks, results, strict=True) if r.score > 0.01 or r.status != "ok"]
-        assert not wrong
-
-
-def test_expression_that_takes_too_long_is_wrong(gym, monkeypatch):
-    monkeypatch.setattr(gym_part, "REASONING_GYM_TIMEOUT_S", 1.5)
-    label = {"task": "countdown", "entry": gym("countdown")}
-    results = score(
-        [RewardRecord("9**9**9", label, "reasoning_gym"), RewardRecord("94*4 - 6 - 61", label, "reasoning_gym")]
-    )
-    assert [(result.score, result.status) for result in results] == [(0.0, "ok"), (1.0, "ok")]
-    assert "time limit" in results[0].details["problem"] or "memory" in results[0].details["problem"]
