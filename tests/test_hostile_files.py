@@ -16,7 +16,6 @@ import rewards
 import utils
 from scripts.align import states
 from scripts.parts import checkpoints, environments, plan, turns
-from scripts.tools import calls
 from tests.conftest import REPO
 
 
@@ -94,18 +93,6 @@ def test_state_of_an_environment_in_another_s_checkpoint(tmp_path):
         state = base64.b64encode(pickle.dumps(harmful)).decode()
         with pytest.raises(pickle.UnpicklingError, match="has to be plain data: it asks for"):
             environments.work_environment(str(path), {}, state, episode)()
-    assert not mark.exists()
-
-
-def test_state_of_tools_in_another_s_checkpoint_names_no_tools(tmp_path):
-    """A tool is a file, which is a program: that of the state would have run."""
-    mark = tmp_path / "ran"
-    (tmp_path / "tool.py").write_text(f"import pathlib; pathlib.Path({str(mark)!r}).touch()")
-    config = {"tools": ["calculator"], "tool_parser_type": "legacy", "seconds": 30.0}
-    foreign = calls.Env(config | {"tools": [str(tmp_path / "tool.py")]})
-    episode = rewards.Episode([], "<calculator>1 + 2</calculator>", 1, 1, True, [], config)
-    answer = foreign.step(episode)
-    assert answer is not None and answer.text == ["3"]
     assert not mark.exists()
 
 

@@ -1,9 +1,8 @@
 """An environment of tools: it reads the calls in a turn, runs them in order, and answers with their results.
 
-A tool is a file with SCHEMA, a function's schema as OpenAI has it, and either `call(config, **arguments) -> str` or a
-class `Tool` with `__init__(self, config)` and `call(self, **arguments) -> str`. The attributes of a Tool are plain data
-and last for the episode. An exception becomes the answer "Error: ..." and counts as a failure. An OSError
-(ConnectionError, TimeoutError, ...) is a failure of infrastructure instead, and makes the sample missing.
+A tool is a file with SCHEMA, a function's schema as OpenAI has it, and `call(config, **arguments) -> str`. An exception
+becomes the answer "Error: ..." and counts as a failure. An OSError (ConnectionError, TimeoutError, ...) is a failure of
+infrastructure instead, and makes the sample missing.
 
 Parsers are vLLM's (hermes, olmo3, llama3_json, ...; open-instruct writes vllm_ before the name) and `legacy`,
 open-instruct's plain tags: <search>text</search> gives text to the tool's first required argument. Parsers read only
@@ -13,7 +12,7 @@ the text after the last </think>.
 import contextlib
 import functools
 import json
-import logging.handlers
+import logging
 import math
 import re
 import signal
@@ -36,8 +35,7 @@ MAX_CHARACTERS = 8192  # of the answer to a call: its two ends are kept
 TIMEOUT_S = 30.0  # of a call
 PARSER_S = 5.0  # of a turn: some of vLLM's patterns take minutes for a long text whose tags are never closed
 SHARE_OF_CALLS = 0.9  # of the time of a turn: the environment must answer before it is ended from outside
-LEAST_S = 0.1  # for a call to begin
-TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}
+LEAST_S = 0.1  # of a call, however little the others have left
 # Where a call begins in the forms of vLLM's parsers, which take one that is not well-formed for plain text
 OPENERS = "<tool_call <function <|python_tag|> [TOOL_CALLS] <|tool_call <start_function <｜tool▁call".split()
 ROLES = {"olmo3": "environment"}  # of answers, where a family's chat template has another than tool
@@ -66,6 +64,7 @@ def vllm_parser(parser_type: str, tokenizer: str, schemas: str) -> tuple[Any, An
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 
+    logging.getLogger("vllm").setLevel(logging.CRITICAL)  # a call that a parser cannot read is told to the policy
     names = ToolParserManager.list_registered()
     if parser_type not in names:
         raise ValueError(f"--tool_parser_type {parser_type} is not known; there are legacy, {', '.join(names)}")
@@ -77,20 +76,6 @@ def vllm_parser(parser_type: str, tokenizer: str, schemas: str) -> tuple[Any, An
     except Exception as error:  # each has its own
         raise ValueError(f"--tool_parser_type {parser_type} does not fit the tokenizer {tokenizer}: {error}") from None
     return parser, request
-
-
-@contextlib.contextmanager
-def complaints() -> Generator[list[logging.LogRecord]]:
-    """In the block: what vLLM's parsers log, warnings and worse, in place of the log."""
-    logger = logging.getLogger("vllm")
-    own = logging.handlers.BufferingHandler(1000)
-    own.setLevel(logging.WARNING)
-    before = logger.handlers
-    logger.handlers = [own]
-    try:
-        yield own.buffer
-    finally:
-        logger.handlers = before
 
 
 def tagged_calls(text: str, schemas: list[dict]) -> tuple[list[Call], str | None]:
@@ -126,12 +111,11 @@ def parse_calls(
     if parser_type == "legacy":
         return tagged_calls(text, schemas)
     parser, request = vllm_parser(parser_type.removeprefix("vllm_"), str(tokenizer), json.dumps(schemas))
-    with complaints() as problems:
-        try:
-            with deadline(PARSER_S):
-                found = parser.extract_tool_calls(text, request).tool_calls
-        except Exception as error:  # a parser's bug on such a text
-            return [], f"{type(error).__name__}: {error}"[:200]
+    try:
+        with deadline(PARSER_S):
+            found = parser.extract_tool_calls(text, request).tool_calls
+    except Exception as error:  # a parser's bug on such a text
+        return [], f"{type(error).__name__}: {error}"[:200]
     calls = []
     for call in found:
         try:
@@ -141,10 +125,6 @@ def parse_calls(
         if not isinstance(arguments, dict):
             return calls, f"the arguments of {call.function.name} are not an object"
         calls.append(Call(call.function.name, arguments))
-    if not calls and problems:
-        first = problems[0]
-        problem = str(first.exc_info[1]) if first.exc_info else first.getMessage()
-        return [], problem[:200]
     if not calls and any(opener in text for opener in OPENERS):
         return [], "it is not well-formed"
     return calls, None
@@ -170,7 +150,7 @@ def load_file(tool: str) -> types.ModuleType:
     try:
         module = user_files.load_file(str(path), f"tool_{path.stem}")
         schema = module.SCHEMA["function"]
-        if not isinstance(schema["name"], str) or not (hasattr(module, "Tool") or callable(module.call)):
+        if not isinstance(schema["name"], str) or not callable(module.call):
             raise TypeError("its name is no text, or call is no function")
     except Exception as error:
         raise ValueError(f"--tools {tool}: {type(error).__name__}: {error}") from error
@@ -197,7 +177,10 @@ def load_tools(
 
 
 def check(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """The schemas of all tools. Raises ValueError, at start, for an Env's config with which calls cannot work."""
+    """The schemas of all tools. Raises ValueError, at start, for a config with which calls cannot work.
+
+    config: tools, tool_call_names, tool_configs, tool_parser_type as the flags of these names; tokenizer; seconds, the
+    time of a turn's calls together."""
     tools = load_tools(config["tools"], config.get("tool_call_names"), config.get("tool_configs"))
     for name, (module, settings, _) in tools.items():
         try:
@@ -227,22 +210,6 @@ def check_once(config: str) -> None:
     check(json.loads(config))
 
 
-def misfit(arguments: dict[str, Any], schema: dict[str, Any]) -> str | None:
-    """What is wrong with these arguments for the schema's parameters: names, and types of the outermost values."""
-    parameters = schema["function"].get("parameters", {})
-    known = parameters.get("properties", {})
-    for name in parameters.get("required", []):
-        if name not in arguments:
-            return f"the argument {name!r} is missing"
-    for name, value in arguments.items():
-        if name not in known:
-            return f"there is no argument {name[:40]!r}; they are {', '.join(known) or 'none'}"
-        wanted = known[name].get("type")
-        if isinstance(wanted, str) and not isinstance(value, TYPES.get(wanted, object)):
-            return f"the argument {name!r} is no {wanted}"
-    return None
-
-
 @contextlib.contextmanager
 def deadline(seconds: float) -> Generator[None]:
     """Raises ToolTimeout in a block that takes longer; a call into C that never returns is not interrupted by it."""
@@ -270,85 +237,58 @@ def bounded(text: str, limit: int = MAX_CHARACTERS) -> str:
     return text.replace("\0", "").encode("utf-8", "replace").decode("utf-8")
 
 
-class Env:
-    """An episode with tools: see the top of this file. Its attributes are plain data."""
+def run(call: Call, tools: dict[str, Loaded], end: float) -> tuple[str, bool]:
+    """(the answer to a call, whether the call failed). end: of the turn's time. Raises OSError where infrastructure
+    failed."""
+    if call.name not in tools:
+        return f"Error: there is no tool {call.name[:40]!r}; there are {', '.join(tools)}", True
+    module, config, _ = tools[call.name]
+    seconds = min(float(config.get("deadline", TIMEOUT_S)), end - time.monotonic())
+    seconds = max(seconds, LEAST_S)
+    try:
+        with deadline(seconds):
+            answer = module.call(config | {"deadline": seconds}, **call.arguments)
+        if not isinstance(answer, str):
+            raise TypeError(f"the tool returned {type(answer).__name__} and no text")
+    except (OSError, ImportError):  # not the policy's fault
+        raise
+    except Exception as error:
+        return f"Error: {str(error) or type(error).__name__}", True
+    return answer, False
 
-    def __init__(self, config: dict[str, Any]) -> None:
-        """config: tools, tool_call_names, tool_configs, tool_parser_type as the flags of these names; tokenizer;
-        seconds, the time of a turn's calls together."""
-        self.config = config
-        self.end = math.inf  # of the present turn's time
-        self.states: dict[str, dict[str, Any]] = {}  # call name -> attributes of its Tool
 
-    def run(self, call: Call, tools: dict[str, Loaded]) -> tuple[str, bool]:
-        """(the answer to a call, whether the call failed). Raises OSError where infrastructure failed."""
-        if call.name not in tools:
-            return f"Error: there is no tool {call.name[:40]!r}; there are {', '.join(tools)}", True
-        module, config, schema = tools[call.name]
-        problem = misfit(call.arguments, schema)
-        if problem:
-            return f"Error: {problem}", True
-        seconds = min(float(config.get("deadline", TIMEOUT_S)), self.end - time.monotonic())
-        if seconds < LEAST_S:
-            return "Error: the calls of this turn have used up its time", True
-        config = config | {"deadline": seconds}
-        try:
-            with deadline(seconds):
-                if hasattr(module, "Tool"):
-                    answer = self.run_tool(call, module.Tool(config))
-                else:
-                    answer = module.call(config, **call.arguments)
-            if not isinstance(answer, str):
-                raise TypeError(f"the tool returned {type(answer).__name__} and no text")
-        except (OSError, ImportError):  # not the policy's fault
-            raise
-        except Exception as error:
-            return f"Error: {str(error) or type(error).__name__}", True
-        return answer, False
+def step(episode: rewards.Episode) -> rewards.Answer | None:
+    """The tools' answers to a turn, a message for each call; None for a turn without a call.
 
-    def run_tool(self, call: Call, tool: Any) -> Any:
-        """The answer of a Tool, whose attributes are those that its last call in the episode left."""
-        vars(tool).update(self.states.get(call.name, {}))
-        try:
-            return tool.call(**call.arguments)
-        finally:
-            self.states[call.name] = vars(tool)
+    Metrics are tools/NAME/calls, failures and seconds. NAME is `invalid` for calls that cannot be read, calls of
+    unknown tools, and calls beyond MAX_CALLS.
+    """
+    config = episode.config
+    end = time.monotonic() + SHARE_OF_CALLS * config.get("seconds", math.inf)
+    tools = load_tools(config["tools"], config.get("tool_call_names"), config.get("tool_configs"))
+    active = config.get("active_tools", tools)
+    tools = {name: tool for name, tool in tools.items() if name in active}
+    schemas = [tool.schema for tool in tools.values()]
+    calls, problem = parse_calls(episode.text, config["tool_parser_type"], config.get("tokenizer"), schemas)
+    if not calls and problem is None:
+        return None
 
-    def step(self, episode: rewards.Episode) -> rewards.Answer | None:
-        """The tools' answers to a turn, a message for each call; None for a turn without a call.
-
-        Metrics are tools/NAME/calls, failures and seconds. NAME is `invalid` for calls that cannot be read, calls of
-        unknown tools, and calls beyond MAX_CALLS.
-        """
-        if "tools" in episode.config:  # this object may come from another's checkpoint, and tools are programs
-            self.config = episode.config
-        self.end = time.monotonic() + SHARE_OF_CALLS * self.config.get("seconds", math.inf)
-        tools = load_tools(*(self.config.get(key) for key in ("tools", "tool_call_names", "tool_configs")))
-        active = episode.config.get("active_tools")
-        if active is not None:
-            tools = {name: tool for name, tool in tools.items() if name in active}
-        schemas = [tool.schema for tool in tools.values()]
-        parser = self.config["tool_parser_type"]
-        calls, problem = parse_calls(episode.text, parser, self.config.get("tokenizer"), schemas)
-        if not calls and problem is None:
-            return None
-
-        answers: list[str] = []
-        metrics: dict[str, float] = {}
-        for call in calls[:MAX_CALLS]:
-            start = time.monotonic()
-            answer, failed = self.run(call, tools)
-            answers.append(bounded(answer))
-            name = call.name if call.name in tools else "invalid"
-            count_calls(metrics, name, failed, time.monotonic() - start)
-        left_out = len(calls) - MAX_CALLS
-        if left_out > 0:
-            answers.append(f"Error: a turn may have {MAX_CALLS} calls; the other {left_out} were not run")
-            count_calls(metrics, "invalid", True, calls=left_out)
-        if problem is not None:
-            answers.append(f"Error: a call cannot be read: {bounded(problem, 200)}")
-            count_calls(metrics, "invalid", True)
-        return rewards.Answer(answers, metrics=metrics)
+    answers: list[str] = []
+    metrics: dict[str, float] = {}
+    for call in calls[:MAX_CALLS]:
+        start = time.monotonic()
+        answer, failed = run(call, tools, end)
+        answers.append(bounded(answer))
+        name = call.name if call.name in tools else "invalid"
+        count_calls(metrics, name, failed, time.monotonic() - start)
+    left_out = len(calls) - MAX_CALLS
+    if left_out > 0:
+        answers.append(f"Error: a turn may have {MAX_CALLS} calls; the other {left_out} were not run")
+        count_calls(metrics, "invalid", True, calls=left_out)
+    if problem is not None:
+        answers.append(f"Error: a call cannot be read: {bounded(problem, 200)}")
+        count_calls(metrics, "invalid", True)
+    return rewards.Answer(answers, metrics=metrics)
 
 
 def count_calls(metrics: dict[str, float], name: str, failed: bool, seconds: float = 0.0, calls: int = 1) -> None:
