@@ -2271,8 +2271,8 @@ def due(every: int, step: int, last: int = 0) -> bool:
     return every > 0 and (step % every == 0 or step == last)
 
 
-def end_step(run: Run, step: Step, out: dict[str, float], line: str = "") -> None:
-    """Save and evaluate where it is due; log the metrics `out` and a further line; record rollouts. All ranks."""
+def end_step(run: Run, step: Step, out: dict[str, float]) -> None:
+    """Save and evaluate where it is due; log the metrics `out`; record rollouts. All ranks."""
     args = run.args
     policy = run.learner.policy
     if run.servers is not None:
@@ -2289,8 +2289,6 @@ def end_step(run: Run, step: Step, out: dict[str, float], line: str = "") -> Non
             out |= evaluate(run)
 
     run.logger.log(out)
-    if line:
-        run.logger.say(line)
     if step.number % SHOW_ROLLOUTS_EVERY == 1:
         run.logger.show(step.number, step.sampled)
     if args.save_traces or args.dump_steps:

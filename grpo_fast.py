@@ -1149,20 +1149,18 @@ def run_learner(args: Args, roles: Roles, meeting: Any) -> Path:
         # everything below reports or saves
         out = grpo.step_metrics(run, step)
         grpo.advance(run, step, out)
-        lines = ""
         if collector is not None and sender is not None:
             engines = collector.engines
             engines.watchdog.beat()
             out |= collector.account(data) | sender.metrics
             out |= engine_report.metrics(engines.spent(), policy, out, state)
-            lines = engine_report.lines(out, number, args)
         evaluates = grpo.due(args.local_eval_every, number, last_step)
         if args.async_steps and (evaluates or number == first_step):
             run.guards.judge_gap(check_engines(run, number), f"after the weights of step {number}")
         elif sender is not None and evaluates:
             with utils.STOP.on_error():
                 sender.engines.wait_loaded(number)
-        grpo.end_step(run, step, out, lines)
+        grpo.end_step(run, step, out)
         if collector is not None:
             collector.asks_no_more(number)
         if grpo.save_state(run, more_state):

