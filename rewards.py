@@ -328,7 +328,7 @@ class RewardFlags(Refusing):
     allow_unsafe_code: bool = False
     """Run the model's programs even where this machine cannot isolate them."""
     llm_judge_model: str = ""
-    """Model of the verifiers general-* and rubric. Empty is none."""
+    """Model of the verifiers general-*. Empty is none."""
     llm_judge_base_url: str = ""
     """OpenAI-compatible server of the judge, such as http://localhost:8000/v1. Empty: $OPENAI_BASE_URL, else
     $HOSTED_VLLM_API_BASE, else OpenAI's server."""
@@ -985,7 +985,6 @@ VERIFIERS: dict[str, Verifier] = {
     "code": part_verifier("run_code.verify", "run_code.check", stdio=False),
     "code_stdio": part_verifier("run_code.verify", "run_code.check", stdio=True),
     "solver": part_verifier("solver.verify", "solver.check", "solver_model_name_or_path"),
-    "rubric": part_verifier("judges.verify_rubric", "judges.check_rubric", "llm_judge_model"),
 }
 for _question in QUESTIONS:
     VERIFIERS[_question] = part_verifier("judges.verify", "judges.check", "llm_judge_model", question_name=_question)

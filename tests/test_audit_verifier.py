@@ -93,7 +93,8 @@ def test_rows_that_name_no_verifier_are_not_trained_on_by_the_audit(configured, 
     assert words[-2:] == ["--columns", "extra"]  # the audit reads it
 
 
-@pytest.mark.parametrize("verifier", ["gsm9k", "rubric", "all_of_them"])  # unknown; without a judge; of whole groups
+# unknown; without a judge; of whole groups
+@pytest.mark.parametrize("verifier", ["gsm9k", "general-quality", "all_of_them"])
 def test_what_cannot_audit_is_refused(configured, file, verifier):
     with pytest.raises(rewards.UserError, match=f"--audit_verifier {verifier}"):
         configured(f"--audit_verifier {verifier} --reward_file {file}")

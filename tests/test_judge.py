@@ -266,31 +266,12 @@ def test_at_most_max_concurrency_in_flight(serve, monkeypatch):
     assert server.most_in_flight == 4
 
 
-def test_rubric_by_hand(serve):
-    """Weights 3, 1, -2 and verdicts 2, 1, 1: (3 * 1 + 1 * 0.5 - 2 * 0.5) / 6."""
-    verdicts = {"names the cause": 2, "is short": 1, "is rude": 1}
-    server = serve(lambda message, request: f"SCORE: {next(v for k, v in verdicts.items() if k in message)}")
-    configure(server)
-    rubrics = [{"description": d, "weight": w} for d, w in zip(verdicts, (3, 1, -2), strict=True)]
-    label = json.dumps({"query": "What broke?", "rubrics": rubrics})
-    result = judged("thoughts <answer>The pump.</answer>", "rubric", label)
-    assert (result.status, result.extracted) == ("ok", "The pump.")
-    assert result.score == pytest.approx(2.5 / 6)
-    assert len(result.details["criteria"]) == len(server.messages) == 3
-    assert all("What broke?" in message and "thoughts" not in message for message in server.messages)
-    server.reply = lambda message, request: UNKNOWN if "is short" in message else "SCORE: 2"
-    assert missing(judged("The pump.", "rubric", label))
-
-
 def test_labels_are_checked(serve):
     configure(serve(lambda message, request: "SCORE: 5"))
-    fine = {"rubrics": [{"description": "short", "weight": 1}]}
-    for name, label in (("general-quality", ""), ("general-quality_ref", "x"), ("rubric", fine)):
+    for name, label in (("general-quality", ""), ("general-quality_ref", "x")):
         assert check_ground_truth(name, label) is None
     for name, label in (("general-quality_ref", " "), ("general-quality_rubric", None)):
         assert check_ground_truth(name, label)
-    for label in ("[]", "{}", {"rubrics": []}, {"rubrics": [{"description": "x", "weight": 0}]}, "not JSON", None, 3):
-        assert check_ground_truth("rubric", label)
 
 
 def test_start_refuses_what_cannot_work(serve):
@@ -446,14 +427,14 @@ def test_servers_take_turns_and_a_question_stays(serve):
 
 
 def test_no_string_breaks_a_request(serve):
-    """Random and hostile strings through judge, rubric and solver: all are judged."""
+    """Random and hostile strings through judge and solver: all are judged."""
     server = serve(lambda message, request: "\\boxed{42}" if "solve" in message.lower() else "SCORE: 1")
     configure(server, server)
-    labels = {"general-quality": "", "rubric": {"rubrics": [{"description": "short", "weight": 1}]}, "solver": LABEL}
+    labels = {"general-quality": "", "solver": LABEL}
     texts = random_strings(100) + [piece * 50_000 for piece in PIECES]
     results = score([RewardRecord(text, label, name) for text in texts for name, label in labels.items()])
     assert {result.status for result in results} == {"ok", "no_answer"}
-    assert all(result.score in (0.0, 0.1, 0.5, 1.0) for result in results)
+    assert all(result.score in (0.0, 0.1, 1.0) for result in results)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

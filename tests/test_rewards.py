@@ -254,7 +254,7 @@ def random_strings(n):
     return ["".join(rng.choices(PIECES, k=rng.randrange(25))) for _ in range(n)]
 
 
-@pytest.mark.parametrize("name", sorted(rewards.VERIFIERS.keys() - WORKER_ONLY - {"solver", "rubric"}))
+@pytest.mark.parametrize("name", sorted(rewards.VERIFIERS.keys() - WORKER_ONLY - {"solver"}))
 def test_no_string_raises_in_the_trainer(name):
     label = {"code": ["assert f(1)"], "code_stdio": [{"input": "1", "output": "1"}]}.get(name, "1")
     for text in random_strings(1_500) + [piece * 100_000 for piece in PIECES]:

@@ -2,7 +2,7 @@
 
 On one node the kernel says that the other side is a process of the same user. On several nodes both sides must know a
 key: that of the variable GRPO_SECRET, which is on no network, or else one in the store of the run, which everybody who
-reaches the nodes' network can read. What is received is numbered, bounded, and unpickled into a few plain classes only.
+reaches the nodes' network can read. What is received is bounded, and unpickled into a few plain classes only.
 """
 
 import contextlib
@@ -36,30 +36,23 @@ class MessageUnpickler(pickle.Unpickler):
 class Link:
     """One side of a connection. One thread may send while another one receives.
 
-    A message is (number, content). After a message that is out of step, too long or of other classes nothing that comes
-    can be trusted: recv raises OSError, and the run ends."""
+    After a message that is too long or of other classes nothing that comes can be trusted: recv raises OSError, and the
+    run ends."""
 
     def __init__(self, connection: Connection):
         self.connection = connection
         self.poll = connection.poll
-        self.sent = 0
-        self.received = 0
 
     def send(self, content: Any) -> None:
-        self.connection.send_bytes(pickle.dumps((self.sent, content), pickle.HIGHEST_PROTOCOL))
-        self.sent += 1
+        self.connection.send_bytes(pickle.dumps(content, pickle.HIGHEST_PROTOCOL))
 
     def recv(self) -> Any:
         """The next content. Raises EOFError if the other side is gone."""
         data = self.connection.recv_bytes(MAX_BYTES)
         try:
-            number, content = MessageUnpickler(io.BytesIO(data)).load()
+            return MessageUnpickler(io.BytesIO(data)).load()
         except Exception as error:  # of whatever class: pickles raise all
             raise OSError(f"a message cannot be read: {error}") from None
-        if number != self.received:
-            raise OSError(f"message {number} came for message {self.received}")
-        self.received += 1
-        return content
 
 
 def meet_engines(meeting: Any, engines: int, ranks: int) -> list[Link]:
