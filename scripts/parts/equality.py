@@ -1,22 +1,15 @@
 """Equality of mathematical answers: `same`, which is math-verify with rules of our own around it.
 
-The verifier math runs this in a worker process (`work_math`). By hand it compares the pairs of a file and prints the
-errors of `same`, of plain math-verify and of equality as texts:
-
-    python scripts/parts/equality.py tests/math_pairs.jsonl  # rows {label, answer, equal}
+The verifier math runs this in a worker process (`work_math`). It imports nothing of ours.
 """
 
 import collections
 import functools
-import json
 import logging
 import math
-import os
 import re
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
-from pathlib import Path
 from typing import Any, NamedTuple
 
 # --- Numbers in words -------------------------------------------------------------------------------------------------
@@ -927,35 +920,3 @@ def work_math(gold: str, answer: str) -> Callable[[], float]:
     """In a worker: the function that scores the answer."""
     math_verify_parse()
     return lambda: float(same(gold, answer))
-
-
-# --- By hand ----------------------------------------------------------------------------------------------------------
-
-
-def compare(path: str) -> None:
-    """Prints the errors of math-verify and of this file on the pairs of a file."""
-    from math_verify import parse as read
-    from math_verify import verify
-
-    pairs = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
-    boxed = [(f"\\boxed{{{pair['label']}}}", f"\\boxed{{{pair['answer']}}}") for pair in pairs]
-    print_errors("plain math-verify", pairs, [verify(read(label), read(answer)) for label, answer in boxed])
-    math_verify_parse()
-    ours = [same(pair["label"], pair["answer"]) for pair in pairs]
-    print_errors("this file", pairs, ours)
-    for pair, verdict in zip(pairs, ours, strict=True):
-        if verdict != pair["equal"]:
-            print(f"{'taken for equal' if verdict else 'not taken for equal'}: {pair['label']} and {pair['answer']}")
-
-
-def print_errors(name: str, pairs: Sequence[dict], verdicts: Sequence[bool]) -> None:
-    """One line: how many unequal pairs were taken for equal, and how many equal ones were not."""
-    wrong = [verdict for pair, verdict in zip(pairs, verdicts, strict=True) if verdict != pair["equal"]]
-    positives = sum(wrong)
-    print(f"{name}: {positives} false positives, {len(wrong) - positives} false negatives of {len(pairs)} pairs")
-
-
-if __name__ == "__main__":
-    if len(sys.argv) != 2 or not os.path.isfile(sys.argv[1]):
-        sys.exit(__doc__)
-    compare(sys.argv[1])

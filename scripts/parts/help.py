@@ -63,17 +63,9 @@ def flags_with(word: str, text: str) -> str:
     panels = re.split(r"^ (?=\w+ options)", text, flags=re.MULTILINE)[1:]
     for panel in panels:
         title, *flags = re.split(r"^  (?=--\w)", panel, flags=re.MULTILINE)
-        matching = [flag for flag in flags if has_word(flag, word)]
+        matching = [flag for flag in flags if word.lower() in " ".join(flag.split()).lower()]
         if matching:
             class_name = title.split()[0]
             shown += [class_name, *matching]
     lines = [line.rstrip() for line in "\n".join(shown).splitlines()]
     return "\n".join(line for line in lines if line)
-
-
-def has_word(flag: str, word: str) -> bool:
-    """Whether a flag's name or text has the word."""
-    heading, *text = flag.splitlines()
-    names = [name for name in heading.split() if name.startswith("--")]
-    words = " ".join([*names, *text]).split()
-    return word.lower() in " ".join(words).lower()

@@ -21,16 +21,6 @@ from rewards import NO_ANSWER, Job, RewardRecord, Verdict, answer_text, warn_onc
 HARMLESS_TEXT = "This is a sentence."
 # Data of nltk that no package carries: rows with these constraints are refused unless the machine has the data.
 NLTK_DATA = {"ratio:stop_words": "corpora/stopwords", "words:start_verb": "taggers/averaged_perceptron_tagger_eng"}
-# A text without a match does not follow the constraint. The library needs quadratic time to find that out, or accepts
-# texts without letters.
-IFEVAL_NEEDS = {
-    "detectable_format:title": ">>",
-    "detectable_content:number_placeholders": "]",
-    "language:response_language": r"[^\W\d_]",
-}
-# The library needs time quadratic in the length of a run of blanks. These constraints see the same in a hundred blanks
-# as in a million.
-IFEVAL_BLANKS = ("detectable_content:postscript", "detectable_format:number_bullet_lists")
 
 
 @contextmanager
@@ -187,10 +177,8 @@ def share_followed(text: str, constraints: list[tuple[str, Any]], mean: bool) ->
 
 
 def follows(text: str, name: str, constraint: Any) -> bool:
-    if not re.search(IFEVAL_NEEDS.get(name, ""), text):
-        return False
-    if name in IFEVAL_BLANKS:
-        text = re.sub(r"(\s{100})\s+", r"\1", text)
+    if name == "language:response_language" and not re.search(r"[^\W\d_]", text):
+        return False  # the library accepts a text without letters
     try:
         return bool(constraint.check_following(text))
     except Exception:

@@ -11,7 +11,6 @@ any more: see Watchdog.
 import contextlib
 import ctypes
 import faulthandler
-import itertools
 import math
 import os
 import re
@@ -35,7 +34,6 @@ import utils
 GRACE_S = 600.0  # for learners that have something to save, after the death of an engine
 LAST_S = 3.0  # for all others, after the death of a learner
 POLL_S = 0.05
-SIGNS = 3  # limits without a sign of life after which the others take learner 0 for dead
 
 
 def launch(names: list[str], line: list[str]) -> None:
@@ -243,8 +241,7 @@ class Watchdog:
 
     Learner 0 sees what moves: it calls `beat` whenever a message arrives or a step ends. It counts from the first
     message of an engine on, and not while it waits for a disk (utils.UNHURRIED). On a stall it tells the other
-    ranks through the store. Its thread also counts there, as a sign of life: when the count stands still for SIGNS
-    times the limit, learner 0 itself has been stopped, and the others end."""
+    ranks through the store."""
 
     def __init__(self, meeting: Any, name: str, timeout_s: float):
         self.meeting = meeting
@@ -253,13 +250,10 @@ class Watchdog:
         self.timeout_s = timeout_s
         self.poll_s = min(1.0, timeout_s / 10)
         self.outstanding: Callable[[], str] = lambda: "no request"
-        self.told = False  # learner 0 has seen a stall
         self.last = math.inf  # engines and learners are still loading
         if timeout_s > 0:
             self.store = meeting.connect()
             threading.Thread(target=self._watch, daemon=True).start()
-            look = self._give_signs if self.leads else self._look_for_signs
-            threading.Thread(target=look, args=(timeout_s / 4,), daemon=True).start()
 
     def beat(self) -> None:
         self.last = time.monotonic()
@@ -268,28 +262,16 @@ class Watchdog:
         """Since the last beat."""
         return time.monotonic() - self.last
 
-    def _give_signs(self, every_s: float) -> None:
-        for count in itertools.count():
-            self.store.set("alive", str(count))
-            time.sleep(every_s)
-
-    def _look_for_signs(self, every_s: float) -> None:
-        """Beat when learner 0 has counted on. A store that is gone with learner 0 may let this thread wait for ever."""
-        seen = b""
-        while True:
-            self.told = self.store.check(["stalled"])
-            if self.store.check(["alive"]):
-                count = self.store.get("alive")
-                if count != seen:
-                    self.beat()
-                seen = count
-            time.sleep(min(self.poll_s, every_s))
+    def _is_stalled(self) -> bool:
+        """What learner 0 sees, or has told. A store that is gone with learner 0 may let this thread wait for ever."""
+        if not self.leads:
+            return self.store.check(["stalled"])
+        if utils.UNHURRIED:
+            self.beat()
+        return self.seconds() > self.timeout_s
 
     def _watch(self) -> None:
-        limits = 1 if self.leads else SIGNS
-        while not self.told and self.seconds() <= limits * self.timeout_s:
-            if utils.UNHURRIED:
-                self.beat()
+        while not self._is_stalled():
             time.sleep(self.poll_s)
         message = f"grpo_fast.py: {self.name} (pid {os.getpid()}): stalled"
         if self.leads:
@@ -297,8 +279,6 @@ class Watchdog:
             self.meeting.keep_last_words(f"stalled, waiting for {waited_for(outstanding)}")
             self.store.set("stalled", "yes")
             message += f": nothing moved for {self.seconds():.0f} s. Outstanding: {outstanding}"
-        elif not self.told:
-            message += f": learner 0 has given no sign of life for {self.seconds():.0f} s"
         print(message, file=sys.stderr, flush=True)
         faulthandler.dump_traceback(all_threads=True)
         if self.leads:

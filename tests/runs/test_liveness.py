@@ -64,19 +64,6 @@ def start(tmp_path):
         rank.wait()
 
 
-def test_a_stopped_learner_0_is_noticed(start, tmp_path):
-    """SIGSTOP, or a disk that does not answer: its own watchdog stands still with it."""
-    learner = start("learner 0", "tcp")
-    engine = start("engine 0", "tcp")
-    time.sleep(2.0)  # a count has been seen
-    assert engine.poll() is None
-    os.kill(learner.pid, signal.SIGSTOP)
-    assert engine.wait(60) == 1
-    words = (tmp_path / "engine 0").read_text()
-    assert "engine 0" in words and "learner 0 has given no sign of life for" in words
-    assert "_watch" in words, "the stacks"
-
-
 def test_a_learner_0_that_lives_is_left_alone(start):
     """Both outlast the limit of 2 s."""
     engine = start("engine 0", "file")
