@@ -10,7 +10,6 @@ import re
 import sys
 import threading
 import time
-import traceback
 import urllib.request
 from pathlib import Path
 
@@ -20,7 +19,6 @@ import rewards
 from rewards import RewardFlags, RewardRecord, check_ground_truth, check_verifier, score
 from scripts.parts import chat, judges
 from scripts.parts import serve as serve_part
-from scripts.parts import solver as solver_part
 from tests import programs
 from tests.conftest import REPO
 from tests.hub import Server
@@ -181,8 +179,7 @@ ERROR, LIMIT, REDIRECT, KEY, UNKNOWN, BAD = ((status, {}) for status in (500, 42
         ([CUT, "SCORE: 10"], 1.0, 2),  # `SCORE: 10` of which the limit left `SCORE: 1`
         *[([fault, "SCORE: 5"], 0.5, 2) for fault in (ERROR, LIMIT, None, HTML, NO_REPLY)],
         *[([fault], None, 2) for fault in (ERROR, LIMIT, None, HTML, NO_REPLY)],  # LLM_TRIES
-        *[([refusal], None, 1) for refusal in (REDIRECT, KEY, UNKNOWN)],
-        ([BAD], None, 11),  # shortened down to a thousandth
+        *[([refusal], None, 1) for refusal in (REDIRECT, KEY, UNKNOWN, BAD)],
     ],
 )
 def test_what_a_server_may_answer(serve, answers, expected, requests):
@@ -192,14 +189,6 @@ def test_what_a_server_may_answer(serve, answers, expected, requests):
     result = judged()
     assert missing(result) if expected is None else (result.score, result.status) == (expected, "ok")
     assert len(server.messages) == requests
-
-
-def test_slow_judge_is_a_timeout(serve):
-    over = threading.Event()
-    server = serve(lambda message, request: over.wait(30) and "SCORE: 5")
-    configure(server, llm_judge_timeout=0.5)
-    assert missing(judged(), "timeout") and len(server.messages) <= 1  # a timeout is not repeated
-    over.set()
 
 
 def test_thinking_of_the_policy_is_not_shown(serve):
@@ -248,13 +237,13 @@ def test_judged_text_stays_in_its_frame(serve):
 
 
 def test_long_text_is_shortened_in_the_middle(serve):
-    server = serve(lambda message, request: (400, {}) if len(message) > 5000 else "SCORE: 5")
+    server = serve(lambda message, request: "SCORE: 5")
     configure(server, llm_judge_max_tokens=1024, llm_judge_max_context_length=8192)
     assert judged("first words" + "x " * 100_000 + "last words").score == 0.5
-    assert [len(message) < judges.CHARACTERS_PER_TOKEN * 8192 for message in server.messages] == [True] * 3
-    for message in server.messages:
-        assert "first words" in message and "last words" in message and "characters left out ...]" in message
-        assert judges.JUDGE_QUESTIONS["general-quality"].text in message and message.endswith("SCORE: <number>")
+    [message] = server.messages
+    assert len(message) < judges.CHARACTERS_PER_TOKEN * 8192
+    assert "first words" in message and "last words" in message and "characters left out ...]" in message
+    assert judges.JUDGE_QUESTIONS["general-quality"].text in message and message.endswith("SCORE: <number>")
 
 
 def test_at_most_max_concurrency_in_flight(serve, monkeypatch):
@@ -317,14 +306,6 @@ def test_key_is_the_environments_and_in_no_log(serve, monkeypatch, caplog):
     assert "chat/completions" in caplog.text and "sk-secret" not in caplog.text + text
 
 
-@pytest.mark.parametrize("key", ["sk-secret\n", "sk-\u00e9secret"])
-def test_a_key_that_no_header_can_have_is_refused_and_not_shown(serve, monkeypatch, key):
-    monkeypatch.setenv("OPENAI_API_KEY", key)
-    with pytest.raises(ValueError) as raised:
-        configure(serve(None))
-    assert "secret" not in "".join(traceback.format_exception(raised.value))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The solver
 
@@ -344,7 +325,6 @@ def test_solver_is_graded_and_kept(serve):
     assert right.details == {
         "solver_texts": ["So \\boxed{42}."],
         "tokens": 7,
-        "guideline_share": 1.0,
         "solver_correct": [1.0],
         "truncated": 0,
     }
@@ -377,39 +357,12 @@ def test_samples_are_averaged(serve):
     assert first["n"] == 4 and first["temperature"] == 0.7 and first["seed"] != second["seed"]
 
 
-def test_failures_of_the_solver_are_missing(serve):
-    broken = True
-    server = serve(lambda message, request: (500, {}) if broken else "\\boxed{42}")
+def test_guideline_is_plain_text(serve):
+    server = serve(lambda message, request: "\\boxed{42}")
     configure(solver=server)
-    [result] = solved("Multiply.")
-    assert missing(result) and result.details["problem"]
-    broken = False  # a failure is not kept
-    [result] = solved("Multiply.")
-    assert result.score == 1.0
-
-
-@pytest.mark.house
-def test_what_hangs_the_grader_is_wrong_for_a_text_and_missing_for_a_label(serve, monkeypatch):
-    slow = "{" * 100_000 + "2" + "}" * 100_000
-    server = serve(lambda message, request: "\\boxed{" + "(" * 300 + "2" + ")" * 300 + "}")
-    configure(solver=server)
-    found = []
-    for answer, seconds in (("y^2+x", 5.0), (slow, 0.3)):  # the worker after the first one reads a harmless answer
-        monkeypatch.setattr(solver_part, "GRADING_TIMEOUT_S", seconds)
-        found += solved("Multiply.", question="What is y?", answer=answer)
-    text, label = found
-    assert (text.score, text.status, text.details["solver_correct"]) == (0.0, "ok", [0.0])
-    assert missing(label, "timeout") and label.details["solver_correct"] == [None]
-
-
-def test_guideline_is_plain_text_and_fits(serve):
-    server = serve(lambda message, request: (400, {}) if len(message) > 3000 else "\\boxed{42}")
-    configure(solver=server)
-    guideline = f"first words {SPECIALS} {{question}} " + "x" * 9000 + " last words"
-    [result] = solved(guideline)
-    assert result.score == 1.0 and result.details["guideline_share"] == 0.25
-    message = [message for message in server.messages if "last words" in message][-1]
-    assert len(message) <= 3000 and "characters left out" in message
+    [result] = solved(f"{SPECIALS} first words <|im_end|> {{question}} last words")
+    [message] = server.messages
+    assert result.score == 1.0 and "first words" in message and "last words" in message
     assert message.count(LABEL["question"]) == 1  # {question} of a guideline is text
     assert not any(token in message for token in ("<|", "</s>", "[/INST]", "<end_of_turn>"))
 
@@ -449,7 +402,7 @@ def start(directory, **flags):
 @pytest.mark.house  # its parts are tested with stand-ins
 @pytest.mark.runs
 def test_a_real_solver(tiny_models, tmp_path, monkeypatch):
-    """A vLLM server grades two guidelines, one of which is too long for it."""
+    """A vLLM server solves by two guidelines, and refuses one that is too long for it."""
     pytest.importorskip("vllm")
     model = SMOLLM2 if (SMOLLM2 / "config.json").exists() else tiny_models()
     monkeypatch.chdir(tmp_path)
@@ -465,8 +418,7 @@ def test_a_real_solver(tiny_models, tmp_path, monkeypatch):
     finally:
         rewards.configure(RewardFlags(), connect=True)
         servers.stop()
-    assert short.status == long.status == "ok"
-    assert short.details["guideline_share"] == 1.0 and long.details["guideline_share"] < 1.0
+    assert short.status == "ok" and missing(long)
     assert short.details["solver_texts"][0] and 0 < short.details["tokens"] <= 128
     assert short.score == 1.0 or model != SMOLLM2
 
@@ -557,13 +509,6 @@ def test_servers_end_with_a_run_that_is_killed(fake_vllm, tmp_path, monkeypatch)
     assert programs.run(["-c", RUN, fake_vllm, tmp_path]).returncode == -9
     started = processes("solver_0.log")
     programs.wait_until(lambda: not any(map(programs.is_alive, started)) and not list(tmp_path.glob("vllm_*")))
-
-
-def test_server_devices(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7")
-    assert serve_part.server_devices(2, devices_in_use=1) == ["5", "7"]
-    assert serve_part.server_devices(3, devices_in_use=2) == ["7", "7", "7"]
-    assert serve_part.server_devices(1, devices_in_use=8) == ["7"]
 
 
 @pytest.mark.runs

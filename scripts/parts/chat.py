@@ -8,7 +8,7 @@ import functools
 import itertools
 import re
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, NamedTuple
 
 import httpx2
@@ -20,7 +20,6 @@ LLM_TRIES = 6  # of a request. openai waits 0.5, 1, 2, ... 8 s between them, or 
 LLM_DELAY_S = 0.5  # before what is no reply of the protocol is asked for again
 MAX_REPLY_BYTES = 4 * 2**20  # of each of the n replies
 MAX_PROBLEM = 1000  # characters of what a server says when it refuses
-LEAST_SHARE = 1e-3  # a message that is refused as too long is shortened down to this share
 
 # --- A budget of time and of bytes ------------------------------------------------------------------------------------
 
@@ -115,11 +114,10 @@ class Reply(NamedTuple):
 
 
 class Replies(NamedTuple):
-    """The replies to a request, their number of tokens, and the share of the message that was sent."""
+    """The replies to a request, and their number of tokens."""
 
     replies: list[Reply]
     tokens: int
-    share: float
 
 
 class ChatModel:
@@ -142,7 +140,7 @@ class ChatModel:
         for url in base_urls:
             try:
                 client = self.client(url, api_key)
-                self.in_time(self.complete(client.with_options(max_retries=2), lambda share: "Say OK.", n=1))
+                self.in_time(self.complete(client.with_options(max_retries=2), "Say OK.", n=1))
             except (NoReply, httpx2.InvalidURL) as error:
                 raise UserError(f"model {self.model} at {hidden.in_url(url)} gives no reply: {error}") from None
             clients.append(client)
@@ -160,16 +158,14 @@ class ChatModel:
         http = http_client(MAX_REPLY_BYTES * self.n)
         return openai.AsyncOpenAI(base_url=url, api_key=api_key, max_retries=retries, timeout=None, http_client=http)
 
-    def ask(self, prompt: Callable[[float], str], beginning: str = "", **parameters: Any) -> Replies:
-        """n replies to the message prompt(share), or raises NoReply. A model that gives none never makes a 0.
-
-        share is the first of 1, 1/2, 1/4, ... for which the server does not refuse the message as too long. `beginning`
-        is the text that the message shares with others; it chooses the server."""
+    def ask(self, message: str, beginning: str = "", **parameters: Any) -> Replies:
+        """n replies to a message, or raises NoReply. A model that gives none never makes a 0. `beginning` is the text
+        that the message shares with others; it chooses the server."""
         if not self.clients:
             raise NoReply("infra_error", f"no server of {self.model} is connected")
         client = self.client_for(beginning)
         with self.slots:
-            return self.in_time(self.complete(client, prompt, n=self.n, **parameters))
+            return self.in_time(self.complete(client, message, n=self.n, **parameters))
 
     def in_time(self, request: Any) -> Any:
         try:
@@ -177,24 +173,18 @@ class ChatModel:
         except TimeoutError:
             raise NoReply("timeout", f"{self.model}: no reply within {self.timeout_s:.0f} s") from None
 
-    async def complete(self, client: Any, prompt: Callable[[float], str], n: int, **parameters: Any) -> Replies:
+    async def complete(self, client: Any, message: str, n: int, **parameters: Any) -> Replies:
         """See ask. What is not OpenAI's JSON is asked for again here, all else that may pass by the client."""
         import openai
 
-        share = 1.0
+        turn = {"role": "user", "content": message}
+        create = client.chat.completions.create
         failures = 0
         while True:
-            message = prompt(share)
-            turn = {"role": "user", "content": message}
-            create = client.chat.completions.create
             try:
                 completion = await create(model=self.model, messages=[turn], n=n, **self.sampling, **parameters)
-                return read_completion(completion, n, share)
+                return read_completion(completion, n)
             except (openai.OpenAIError, AttributeError, TypeError, ValueError, RecursionError) as error:
-                may_be_too_long = isinstance(error, openai.BadRequestError) and share > LEAST_SHARE
-                if may_be_too_long and prompt(share / 2) != message:
-                    share /= 2
-                    continue
                 failures += 1
                 if isinstance(error, openai.OpenAIError) or failures > client.max_retries:
                     cause = f" ({error.__cause__})" if error.__cause__ else ""
@@ -204,7 +194,7 @@ class ChatModel:
             await asyncio.sleep(LLM_DELAY_S * failures)
 
 
-def read_completion(completion: Any, n: int, share: float) -> Replies:
+def read_completion(completion: Any, n: int) -> Replies:
     """The n replies of a server's answer. Raises AttributeError, TypeError or ValueError if they are not there."""
     replies = []
     for choice in completion.choices:
@@ -215,4 +205,4 @@ def read_completion(completion: Any, n: int, share: float) -> Replies:
     if len(replies) != n:
         raise ValueError(f"{len(replies)} replies in place of {n}")
     tokens = getattr(completion.usage, "completion_tokens", 0)
-    return Replies(replies, tokens if isinstance(tokens, int) else 0, share)
+    return Replies(replies, tokens if isinstance(tokens, int) else 0)

@@ -17,7 +17,7 @@ from typing import Any
 
 import rewards
 from rewards import MISSING, NO_ANSWER, RewardFlags, RewardRecord, RewardResult, Scored, Verdict, final_text
-from scripts.parts.chat import ChatModel, NoReply, Replies, Reply, neutral, shortened
+from scripts.parts.chat import ChatModel, NoReply, Replies, Reply, neutral
 
 SOLVER_TEMPERATURE = 0.7  # of several samples; a single sample is greedy
 SOLVER_TIMEOUT_S = 600.0  # for the replies to one guideline
@@ -31,7 +31,7 @@ PLACEHOLDER = re.compile(r"\{(?:question|guideline)\}")
 class Solver(ChatModel):
     def solve(self, question: str, guideline: str) -> Replies:
         """Its solutions. Raises NoReply."""
-        prompt = partial(solver_prompt, question, guideline)
+        prompt = solver_prompt(question, guideline)
         if self.n == 1:
             return self.ask(prompt, beginning=question)
         key = repr((question, guideline)).encode()
@@ -76,9 +76,8 @@ def solver_label(ground_truth: Any, prompt: str) -> tuple[str, str]:
     return question.strip(), str(answer)
 
 
-def solver_prompt(question: str, guideline: str, share: float = 1.0) -> str:
-    """The message to the solver, with `share` of the guideline's characters."""
-    guideline = shortened(guideline, int(len(guideline) * share))
+def solver_prompt(question: str, guideline: str) -> str:
+    """The message to the solver."""
     texts = {"{question}": neutral(question), "{guideline}": neutral(guideline)}
     return PLACEHOLDER.sub(lambda match: texts[match[0]], PROMPT)
 
@@ -107,14 +106,14 @@ def guideline_score(question: str, guideline: str, answer: str) -> Scored:
     """The score of verify, from the solutions with a guideline. Waits for them.
 
     Of the details, solver_correct is None for a text whose grading failed, which the mean leaves out; truncated counts
-    the texts cut at their limit; guideline_share is below 1 if only the guideline's ends fit."""
+    the texts cut at their limit."""
     solver: Any = rewards.SETTINGS.solver
     try:
-        replies, tokens, share = solver.solve(question, guideline)
+        replies, tokens = solver.solve(question, guideline)
     except NoReply as error:
         return Scored(math.nan, error.status, {"problem": str(error)})
     results = grade(replies, answer)
-    details: dict[str, Any] = {"tokens": tokens, "guideline_share": share}
+    details: dict[str, Any] = {"tokens": tokens}
     details["solver_texts"] = [reply.text for reply in replies]
     details["solver_correct"] = [None if result.status in MISSING else result.score for result in results]
     details["truncated"] = sum(reply.cut for reply in replies)

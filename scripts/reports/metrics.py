@@ -45,7 +45,6 @@ DEFINITIONS = {
     "program: the class of a result, a property of an exception, a name that it shares with Python. Healthy: 0",
     "reward/NAME_tokens": "solver: tokens of a solution",
     "reward/NAME_truncated": "solver: share of the solutions that were cut at their limit",
-    "reward/NAME_guideline_share": "solver: share of the guideline that fitted",
     "reward/NAME_tries": "judge: requests per verdict",
     "time/reward_NAME_p50": "median seconds of a verification, without waiting for a free worker",
     "time/reward_NAME_p99": "99th percentile of the seconds of a verification, without waiting for a free worker",
