@@ -10,6 +10,7 @@ import re
 import sys
 import threading
 import time
+import traceback
 import urllib.request
 from pathlib import Path
 
@@ -298,6 +299,14 @@ def test_key_is_the_environments_and_in_no_log(serve, monkeypatch, caplog):
     text = str([judged(), *solved("Multiply.")])
     assert server.keys == ["Bearer sk-secret", "Bearer EMPTY"]  # the solver's servers are not OpenAI's
     assert "chat/completions" in caplog.text and "sk-secret" not in caplog.text + text
+
+
+@pytest.mark.parametrize("key", ["sk-secret\n", "sk-\u00e9secret"])
+def test_a_key_that_no_header_can_have_is_refused_and_not_shown(serve, monkeypatch, key):
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    with pytest.raises(ValueError) as raised:
+        configure(serve(None))
+    assert "secret" not in "".join(traceback.format_exception(raised.value))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

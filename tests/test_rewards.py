@@ -104,9 +104,7 @@ MATH_CASES = [
     ("math", "\\pi", "\\boxed{e^{e^{e^{e^{9}}}}}", 0.0),
     ("math", "7", "\\boxed{\\binom{10^9}{10^8}}", 0.0),
     ("math", "\\frac{1}{2^{60}}", "\\boxed{\\frac{1}{2^{59}}}", 0.0),
-    ("math", "12", "\\boxed{1\\,2}", 0.0),
     ("math", "12000", "\\boxed{12\\,000}", 1.0),
-    ("math", "5", "\\boxed{5_4}", 0.0),
     ("math", "5", "\\boxed{5} and so on. \\boxed{\\frac{5", 0.0),
     ("math", "5", "\\boxed{\\boxed{5}", 1.0),  # the inner box opens last
     ("math", "1024", "\\boxed{2^{10}}", 1.0),
@@ -114,7 +112,6 @@ MATH_CASES = [
     ("math", "\\sqrt{2}", "\udcff\\boxed{\udcff}", 0.0),  # a lone surrogate must pass the protocol
     ("math", "", "\\boxed{}", 0.0),
     ("math", "1/0", "\\boxed{2}", 0.0),
-    ("math", "9", "\\boxed{9\\%}", 1.0),
 ]
 MINERVA = "Final Answer: The final answer is {}. I hope it is correct."
 # F1 by hand, over words without a, an, the: 2 * common / (words of the answer + words of the label)

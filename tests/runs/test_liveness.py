@@ -19,19 +19,9 @@ class Meeting:
         return False
 
     def connect(self):
-        return dist.TCPStore("127.0.0.1", port, is_master=False) if port else dist.FileStore(place)
+        return dist.FileStore(place)
 
-name, place, kind = sys.argv[1:]
-port = 0
-if kind == "tcp" and name == "learner 0":  # hosts the store, which stops with it
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = server.port
-    open(place + ".tmp", "w").write(str(port))
-    import os; os.rename(place + ".tmp", place)
-elif kind == "tcp":
-    while not __import__("os").path.exists(place):
-        time.sleep(0.1)
-    port = int(open(place).read())
+name, place = sys.argv[1:]
 beats = [True]
 watchdog = launch.Watchdog(Meeting(), name, 2.0)
 signal.signal(signal.SIGUSR1, lambda *_: beats.clear())
@@ -44,13 +34,13 @@ while True:
 
 @pytest.fixture
 def start(tmp_path):
-    """Function (name of a rank, kind of store) -> its process, which watches. All are killed afterwards."""
+    """Function (name of a rank) -> its process, which watches. All are killed afterwards."""
     started = []
 
-    def start_rank(name, kind):
+    def start_rank(name):
         log = tmp_path / name
         log.touch()
-        rank = programs.Program(["-c", RANK, name, tmp_path / "store", kind], log, address=programs.serve())
+        rank = programs.Program(["-c", RANK, name, tmp_path / "store"], log, address=programs.serve())
         started.append(rank)
         until = time.monotonic() + 60
         while "watches" not in log.read_text():
@@ -66,17 +56,16 @@ def start(tmp_path):
 
 def test_a_learner_0_that_lives_is_left_alone(start):
     """Both outlast the limit of 2 s."""
-    engine = start("engine 0", "file")
-    learner = start("learner 0", "file")
+    engine = start("engine 0")
+    learner = start("learner 0")
     time.sleep(7.0)
     assert engine.poll() is None and learner.poll() is None
 
 
-@pytest.mark.parametrize("kind", [pytest.param("file", marks=pytest.mark.house), "tcp"])
-def test_a_stall_of_learner_0_ends_all_with_their_stacks(start, tmp_path, kind):
+def test_a_stall_of_learner_0_ends_all_with_their_stacks(start, tmp_path):
     """A learner 0 that no message reaches any more tells the others through the store."""
-    learner = start("learner 0", kind)
-    engine = start("engine 0", kind)
+    learner = start("learner 0")
+    engine = start("engine 0")
     os.kill(learner.pid, signal.SIGUSR1)  # it beats no more
     assert learner.wait(60) == 1 and engine.wait(60) == 1
     for name in ("learner 0", "engine 0"):
