@@ -29,7 +29,6 @@ from rewards import Answer, Episode
 from scripts.parts import user_files
 
 CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)  # as Qwen's, SmolLM's and Hermes' templates
-MAX_REQUEST_BYTES = 2**26
 
 
 class Refused(Exception):
@@ -194,8 +193,6 @@ class Handler(BaseHTTPRequestHandler):
             if self.path != f"{self.base}/chat/completions":
                 raise Refused("there is /chat/completions alone")
             length = int(self.headers.get("Content-Length", 0))
-            if length > MAX_REQUEST_BYTES:
-                raise Refused("too long")
             reply = self.agent.ask(json.loads(self.rfile.read(length)))
         except (Refused, ValueError, LookupError, TypeError, AttributeError) as error:  # or no such request at all
             self.send(400, {"error": {"message": str(error), "type": type(error).__name__}})

@@ -109,12 +109,16 @@ def score_countdown(answer: str, metadata: dict[str, Any]) -> float:
     """1.0 if the answer is arithmetic whose value is the target, of exactly the numbers that are given, else 0.0. The
     library's own scorer evaluates the answer with sympy, which runs code."""
     numbers = [int(digits) for digits in re.findall(r"\d{1,9}", answer)]
-    if not EXPRESSION.fullmatch(answer) or sorted(numbers) != sorted(metadata["numbers"]):
+    numbers.sort()
+    given = sorted(metadata["numbers"])
+    if numbers != given or not EXPRESSION.fullmatch(answer):
         return 0.0
     try:
-        return float(calculator.call({}, answer) == str(metadata["target"]))
+        value = calculator.call({}, answer)
     except ValueError:  # no arithmetic
         return 0.0
+    target = str(metadata["target"])
+    return float(value == target)
 
 
 def says_both(answer: str, gold: str) -> bool:
@@ -178,10 +182,11 @@ def generate_rows(flag: str, name: str, count: int, seed: int) -> Iterator[dict[
         if lacks_solution(item):
             print(f"--{flag} {name} row {i} has no solution: left out", file=sys.stderr)
             continue
+        question = {"role": "user", "content": item["question"]}
         label = json.dumps({"task": task, "entry": item}, default=str)
         yield {
             "where": f"{name} row {i}",
-            "messages": [{"role": "user", "content": item["question"]}],
+            "messages": [question],
             "ground_truths": [label],
             "verifiers": ["reasoning_gym"],
         }
