@@ -1,8 +1,6 @@
 """scripts/forks/*.diff apply, are short, and are their papers' formulas, for every split into packs."""
 
-import collections
 import importlib.util
-import json
 import math
 import os
 import re
@@ -16,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.distributed.tensor import distribute_tensor
 from torch.testing import assert_close
 
@@ -75,20 +72,15 @@ def group_of(grpo, *responses):
     return group
 
 
-def test_the_table_has_every_diff():
-    """scripts/forks/README.md."""
-    table = (REPO / "scripts" / "forks" / "README.md").read_text()
-    assert set(re.findall(r"^\| `(\w+)\.diff` \|", table, re.MULTILINE)) == set(FORKS)
-
-
 @pytest.mark.parametrize("name", FORKS)
 def test_it_applies_and_is_short(fork, name):
-    """In at most 26 changed lines, with paper, formula and commands in its head."""
+    """In at most 26 changed lines, with paper, formula and commands in its head, and a row in the table."""
     fork(name)
     head, _, body = FORKS[name].read_text().partition("\n--- a/")
     changed = re.findall(r"^[+-](?!\+\+ b/|-- a/)", body, re.MULTILINE)
     assert len(changed) <= MOST_LINES
     assert re.search(r"arXiv:\d{4}\.\d{5}", head) and f"git apply scripts/forks/{name}.diff" in head
+    assert f"\n| `{name}.diff` |" in (REPO / "scripts/forks/README.md").read_text()
 
 
 FLAGS = {  # which have the fork do what it does
@@ -461,7 +453,7 @@ def take_steps(learner, *seeds):
 
 
 def assert_it_goes_on(grpo, args, world, directory):
-    """A learner with the checkpoint of another one has its moments, weights and rates, and has them after a step."""
+    """A learner with the checkpoint of another one makes the same next steps."""
     learner, fresh = [grpo.load_learner(args, world) for _ in range(2)]
     take_steps(learner, 1, 2)
     checkpoints = utils.Checkpoints(directory, 3, world)
@@ -469,19 +461,11 @@ def assert_it_goes_on(grpo, args, world, directory):
     checkpoints.save(1, learner.modules(args), learner.optimizer, extra)
     checkpoints.wait()
     checkpoints.resume(directory / "checkpoints" / "step_1", fresh, args)
-    for seeds in ([], [3]):
-        for a in (learner, fresh):
-            take_steps(a, *seeds)
-        rates = [float(group["lr"]) for group in learner.optimizer.param_groups]
-        assert rates == [float(group["lr"]) for group in fresh.optimizer.param_groups]
-        assert 0 < rates[0] < args.learning_rate
+    for seed in (3, 4):
+        take_steps(learner, seed)
+        take_steps(fresh, seed)
         for a, b in zip(learner.policy.parameters(), fresh.policy.parameters(), strict=True):
             assert torch.equal(utils.shard_of(a), utils.shard_of(b))
-            kept = learner.optimizer.state[a]
-            found = fresh.optimizer.state[b]
-            assert set(kept) == set(found)
-            for key in kept:
-                assert torch.equal(utils.shard_of(kept[key]), utils.shard_of(found[key])), key
 
 
 def muon_args(model, *flags):
@@ -560,35 +544,3 @@ def test_muon_by_hand(fork, tiny_models, world):
         assert 0.5 < rotated.diag().min() and rotated.diag().max() < 1.5, name
         assert (rotated - rotated.diag().diag()).abs().max() < 0.05, name
     assert in_layers == 14
-
-
-LETTERS = f"""--dataset_mixer_list reasoning_gym:chain_sum 8 --reward_file {REPO}/scripts/train/debug/letters.py
-    --remap_verifier reasoning_gym=letters --rollout_backend transformers --model_dtype float32 --response_length 6
-    --num_unique_prompts_rollout 4 --num_samples_per_prompt_rollout 4 --temperature 1.0 --learning_rate 1e-3
-    --lr_scheduler_type constant --beta 0.02 --total_episodes 64 --save_freq -1 --save_traces
-    --deterministic"""
-
-
-def letters_run(script, model, out, *flags):
-    """Four steps on eight prompts: the final weights, and how many rollouts each group had."""
-    line = [sys.executable, script, "--model_name_or_path", model, "--output_dir", out, "--exp_name", "run"]
-    line += [*LETTERS.split(), *flags]
-    env = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(list(map(str, line)), env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    rows = [json.loads(line) for line in (out / "run" / "rollouts.jsonl").read_text().splitlines()]
-    sizes = collections.Counter(row["position"] for row in rows)
-    return load_file(out / "run" / "model" / "model.safetensors"), sizes
-
-
-@pytest.mark.runs
-def test_a_sampler_is_the_same_in_both_scripts(fork, tiny_models, tmp_path):
-    """Groups of several sizes, which past scores decide: grpo_fast.py without asynchrony has the bits of grpo.py."""
-    directory = Path(fork("vip").__file__).parent
-    sync = letters_run(directory / "grpo.py", tiny_models(), tmp_path / "sync", "--share_by_spread")
-    assert len(set(sync[1].values())) > 2, "the groups are alike: the test shows nothing"
-    fast = letters_run(
-        directory / "grpo_fast.py", tiny_models(), tmp_path / "fast", "--async_steps", "0", "--share_by_spread"
-    )
-    assert fast[1] == sync[1]
-    assert all(torch.equal(fast[0][key], sync[0][key]) for key in sync[0])

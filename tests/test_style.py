@@ -52,9 +52,3 @@ def test_functions_fit_on_a_screen():
                 if (lines := node.end_lineno - node.lineno + 1) > 60:
                     long[f"{path.name}: {node.name}"] = lines
     assert long.keys() <= {"grpo.py: main", "grpo_fast.py: run_learner"}, long
-
-
-def test_no_two_files_of_tests_have_the_same_name():
-    """Each is a module of that name alone: pytest collects nothing at all of a folder with the second one."""
-    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
-    assert len(names) > 30 and sorted(names) == sorted(set(names))
