@@ -2,15 +2,12 @@
 
 import importlib.util
 import math
-import os
 import re
 import shutil
 import subprocess
 import sys
-import textwrap
 import types
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +16,7 @@ from torch.testing import assert_close
 
 import utils
 from scripts.parts import packing
-from tests import programs, test_learner, test_math
+from tests import test_learner, test_math
 from tests.conftest import REPO
 
 FORKS = {path.stem: path for path in sorted((REPO / "scripts" / "forks").glob("*.diff"))}
@@ -424,104 +421,46 @@ def test_vip_by_hand(fork):
     assert [len(grpo.next_group(prompts, i, again, args)) for i in range(4)] == [2, 2, 8, 4]
 
 
-@pytest.mark.house
-def test_a_fork_that_is_applied_is_trained_as_it_is(tmp_path):
-    """README applies a diff and then starts train.sh, which applies it to a copy. A diff of one's own has no flags."""
-    files = subprocess.run(["git", "ls-files", "-z"], cwd=REPO, capture_output=True, check=True).stdout
-    subprocess.run(["xargs", "-0", "cp", "--parents", "-t", tmp_path], input=files, cwd=REPO, check=True)
-    mine = (REPO / "scripts/forks/sapo.diff").read_text()
-    (tmp_path / "mine.diff").write_text(mine[mine.index("--- a/grpo.py") :])
-    for command in ("git init -q", "git add --all", "git apply scripts/forks/sapo.diff"):
-        subprocess.run(command.split(), cwd=tmp_path, check=True)
-    (tmp_path / ".venv").symlink_to(REPO / ".venv")
-    for words in (["sapo"], ["mine.diff", "--loss_fn", "sapo"]):
-        line = ["bash", "scripts/forks/train.sh", *words, "--dry_run"]
-        done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0 and "applied here already" in done.stdout, done.stdout + done.stderr
+def take_step(learner, seed):
+    """An optimizer step with random gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    for p in learner.policy.parameters():
+        p.grad = torch.randn(p.shape, generator=generator)
+        if hasattr(p, "placements"):
+            p.grad = distribute_tensor(p.grad, p.device_mesh, p.placements)
+    learner.optimizer.step()
+    learner.scheduler.step()
 
 
-def take_steps(learner, *seeds):
-    """Optimizer steps with random gradients, the same ones for any number of ranks."""
-    for seed in seeds:
-        generator = torch.Generator().manual_seed(seed)
-        for p in learner.policy.parameters():
-            p.grad = torch.randn(p.shape, generator=generator)
-            if hasattr(p, "placements"):
-                p.grad = distribute_tensor(p.grad, p.device_mesh, p.placements)
-        learner.optimizer.step()
-        learner.scheduler.step()
+MUON = "--muon --learning_rate 1e-2 --weight_decay 0.1 --lr_scheduler_type linear".split()
 
 
-def assert_it_goes_on(grpo, args, world, directory):
+@pytest.mark.parametrize("stage", ["0", "3"])
+def test_muon_goes_on_from_a_checkpoint(fork, tiny_models, world, tmp_path, stage):
     """A learner with the checkpoint of another one makes the same next steps."""
+    grpo = fork("muon")
+    args = test_learner.make_args(tiny_models(), *MUON, "--deepspeed_stage", stage)
     learner, fresh = [grpo.load_learner(args, world) for _ in range(2)]
-    take_steps(learner, 1, 2)
-    checkpoints = utils.Checkpoints(directory, 3, world)
+    take_step(learner, 1)
+    checkpoints = utils.Checkpoints(tmp_path, 3, world)
     extra = grpo.start_state() | {"scheduler": learner.scheduler.state_dict()}
     checkpoints.save(1, learner.modules(args), learner.optimizer, extra)
     checkpoints.wait()
-    checkpoints.resume(directory / "checkpoints" / "step_1", fresh, args)
-    for seed in (3, 4):
-        take_steps(learner, seed)
-        take_steps(fresh, seed)
+    checkpoints.resume(tmp_path / "checkpoints" / "step_1", fresh, args)
+    for seed in (2, 3):
+        take_step(learner, seed)
+        take_step(fresh, seed)
         for a, b in zip(learner.policy.parameters(), fresh.policy.parameters(), strict=True):
             assert torch.equal(utils.shard_of(a), utils.shard_of(b))
-
-
-def muon_args(model, *flags):
-    """Where rate and decay matter."""
-    more = "--muon --learning_rate 1e-2 --weight_decay 0.1 --lr_scheduler_type linear"
-    return test_learner.make_args(model, *more.split(), *flags)
-
-
-def test_muon_refuses_offloaded_moments(fork, tiny_models, world):
-    grpo = fork("muon")
     with pytest.raises(grpo.utils.UserError, match="--muon: --offload optimizer"):
-        grpo.load_learner(muon_args(tiny_models(), "--offload", "optimizer"), world)
-
-
-TWO_RANKS = """
-    import sys
-    from pathlib import Path
-    import grpo, torch, utils
-    from tests import test_forks
-    world = utils.init_distributed()
-    model, out = sys.argv[1:]
-    args = test_forks.muon_args(model, "--deepspeed_stage", "3")
-    test_forks.assert_it_goes_on(grpo, args, world, Path(out))
-    learner = grpo.load_learner(args, world)
-    test_forks.take_steps(learner, 1, 2)
-    weights = dict(utils.full_weights(learner.policy, torch.float32))
-    if world.is_main:
-        torch.save(weights, Path(out, "weights.pt"))
-    torch.distributed.barrier()
-    utils.exit_process()
-"""
-
-
-@pytest.mark.runs
-def test_muon_on_two_ranks_resumes_and_makes_the_steps_of_one(fork, tiny_models, world, tmp_path):
-    grpo = fork("muon")
-    script = tmp_path / "two_ranks.py"
-    script.write_text(textwrap.dedent(TWO_RANKS))
-    path = f"{Path(grpo.__file__).parent}:{REPO}:{os.environ.get('PYTHONPATH', '')}"
-    line = [sys.executable, *programs.torchrun(2), script, tiny_models(), tmp_path]
-    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(list(map(str, line)), env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    args = muon_args(tiny_models())
-    learner = grpo.load_learner(args, world)
-    take_steps(learner, 1, 2)
-    one = dict(utils.full_weights(learner.policy, torch.float32))
-    start = test_learner.start_weights(args, world)
-    test_learner.assert_same_update(one, torch.load(tmp_path / "weights.pt"), start, 0.03)
+        grpo.load_learner(replace(args, offload=["optimizer"]), world)
 
 
 def test_muon_by_hand(fork, tiny_models, world):
     """A step on U S V^T moves a matrix of a layer by 0.2 sqrt(longest side) lr U S' V^T, S' in 0.5..1.5 whatever S is,
     and by lr wd W; the embedding as AdamW does, by lr and lr wd W; a norm by lr alone."""
     grpo = fork("muon")
-    args = muon_args(tiny_models())
+    args = test_learner.make_args(tiny_models(), *MUON)
     learner = grpo.load_learner(args, world)
     before = {name: p.detach().clone() for name, p in learner.policy.named_parameters()}
     bases = {}
