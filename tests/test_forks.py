@@ -343,14 +343,22 @@ def test_dr_grpo_by_hand(fork, tiny_models, world):
 
 def test_kl_twice_by_hand(fork, tiny_models, world):
     """Scores 1, 0, 0 less half of the KLs 1, 0, 0.2, whatever beta is; and the loss has its KL as without that."""
-    fork("kl_twice")
+    grpo = fork("kl_twice")
     centered = ["--advantage_normalization_type", "centered"]
-    half = [*centered, "--kl_in_reward_coef", "0.5"]
-    got = test_learner.kl_rewarded([1.0, 0.0, 0.0], [1.0, 0.0, 0.2], *half, beta=7.0)
-    assert got == pytest.approx([x - 0.4 / 3 for x in (0.5, 0.0, -0.1)])
+    half = [*centered, "--kl_in_reward", "--kl_in_reward_coef", "0.5"]
+    group = group_of(grpo, [5], [6], [7])
+    group[0].score = 1.0
+    args = test_learner.make_args("m", *half, "--beta", "7", "--kl_estimator", "0")
+    grpo.set_advantages([group], args)
+    batch = grpo.make_batch([[[r]] for r in group], world.device)
+    batch.ref_logprobs = torch.zeros_like(batch.advantages)
+    batch.old_logprobs = batch.ref_logprobs.clone()
+    batch.old_logprobs[batch.response_mask] = torch.tensor([1.0, 0.0, 0.2])
+    grpo.put_kl_in_reward([batch], args, world, utils.Metrics())
+    assert [r.advantage for r in group] == pytest.approx([x - 0.4 / 3 for x in (0.5, 0.0, -0.1)])
     seen = []
-    for more in ([], ["--kl_in_reward", "--kl_in_reward_coef", "0.5"]):
-        flags = [*centered, "--load_ref_policy", "--beta", "0.3", *more]
+    for more in (centered, half):
+        flags = ["--load_ref_policy", "--beta", "0.3", *more]
         args = test_learner.make_args(tiny_models(), *flags)
         rollouts = test_learner.make_rollouts()
         seen.append(test_learner.run_update(args, world, [rollouts], ref=True, shift=0.02)[1])

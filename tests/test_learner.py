@@ -144,33 +144,25 @@ def assert_no_split_shows(args, world, monkeypatch, packs, sizes):
 
 def test_a_response_is_scored_while_others_are_sampled(monkeypatch):
     scored = threading.Event()
-    seen = []
 
     def verify(record):
-        def call():
-            seen.append(record.response)
-            scored.set()
-            return rewards.Scored(float(record.response == "a"), "ok", {})
-
-        return rewards.Verdict(record.response, call)
+        scored.set()
+        return rewards.Verdict(record.response, float(record.response == "a"))
 
     def generate(requests, finished):
         finished(0, utils.Generation([97, 0], [-1.0, -1.0], "stop", [0, 0]))
         assert scored.wait(20), "the engine was waited for"
-        assert seen == ["a"]
         finished(1, utils.Generation([98, 0], [-1.0, -1.0], "stop", [0, 0]))
 
     monkeypatch.setitem(rewards.VERIFIERS, "slow", rewards.Verifier(verify))
     tokenizer = types.SimpleNamespace(decode=lambda ids, **_: "".join(map(chr, ids)))
     engine = types.SimpleNamespace(generate=generate, tokenizer=tokenizer, eos_ids=[0])
     args = make_args("m", "--num_samples_per_prompt_rollout", 2)
-    prompt = utils.Prompt(0, (1, 2), "", ("1",), ("slow",))
-    rollouts = grpo.new_group(prompt, 0, 2)
+    rollouts = grpo.new_group(utils.Prompt(0, (1, 2), "", ("1",), ("slow",)), 0, 2)
     grpo.sample_rollouts(engine, [rollouts], args)
-    grpo.score_rollouts(rollouts, args)
-    assert [(r.text, r.score, r.results[0].status) for r in rollouts] == [("a", 10.0, "ok"), ("b", 0.0, "ok")]
-    grpo.score_rollouts(rollouts, args)
-    assert [r.score for r in rollouts] == [10.0, 0.0]  # a second call finds no verifiers to wait for
+    for _ in range(2):  # a second call finds no verifiers to wait for
+        grpo.score_rollouts(rollouts, args)
+        assert [(r.text, r.score, r.results[0].status) for r in rollouts] == [("a", 10.0, "ok"), ("b", 0.0, "ok")]
 
 
 CASES = json.loads((REPO / "tests" / "verl_cases.json").read_text())["cases"]
@@ -198,20 +190,6 @@ def test_kl_in_reward_as_verl_has_it_though_packs_split_the_groups(world, case):
     for batch in batches:
         for i, r in enumerate(batch.rollouts, start=1):
             assert (batch.advantages[batch.seq_ids == i] == r.advantage).all()
-
-
-def kl_rewarded(scores, kls, *flags, beta=0.5):
-    """Advantages of one group whose responses have these scores and sums of k1."""
-    args = make_args("m", "--kl_in_reward", "--beta", beta, "--kl_estimator", "0", *flags)
-    prompt = utils.Prompt(0, (1, 2), "", ("1",), ("gsm8k",))
-    group = [grpo.Rollout(prompt, 0, j, [3, 4], [0.0] * 2, [True] * 2, score=s) for j, s in enumerate(scores)]
-    grpo.set_advantages([group], args)
-    batches = [grpo.make_batch([[[r]]], torch.device("cpu")) for r in group]
-    for batch, kl in zip(batches, kls, strict=True):
-        batch.old_logprobs = torch.where(batch.response_mask, kl / 2, 0.0)
-        batch.ref_logprobs = torch.zeros_like(batch.old_logprobs)
-    grpo.put_kl_in_reward(batches, args, utils.World(0, 0, 1, torch.device("cpu")), utils.Metrics())
-    return [r.advantage for r in group]
 
 
 def test_an_advantage_may_be_an_array_over_the_tokens(world):
@@ -254,14 +232,6 @@ def test_replayed_tokens_have_no_part_in_the_gap(world):
         gap.add(batch)
         found = gap.reduce(args, world)
         assert found.metrics.get("debug/vllm_vs_local_logprob_diff_max") == (want and pytest.approx(want))
-
-
-def test_kl_in_reward_compares_kls_below_the_rounding_of_the_scores():
-    """Equal outcomes of 10, KL times beta 1e-7 and 3 x 1e-7: float32 holds 10 to 1e-6 only. Advantages are +-1."""
-    flags = ["--force_kl_in_reward", "--no_filter_zero_std_samples"]
-    got = kl_rewarded([10.0, 10.0], [2e-7, 6e-7], *flags)
-    assert got == pytest.approx([1.0, -1.0], abs=0.11)  # 1e-8 is added to the deviation of 1e-7
-    assert kl_rewarded([10.0, 10.0], [2e-3, 6e-3], *flags) == pytest.approx([1.0, -1.0], rel=2e-5)
 
 
 def test_non_finite_gradient_skips_the_update(tiny_models, world):
@@ -371,19 +341,16 @@ def test_a_leaking_model_has_one_response_a_row(tiny_models, world, dtype, size)
 def test_reference_refresh(tiny_models, world, stage):
     """Also right after forwards without backward, which leave whole bfloat16 copies in place of the master weights."""
     args = make_args(tiny_models(), "--model_dtype", "bfloat16", "--deepspeed_stage", stage)
-    policy = grpo.load_policy(args, world)
-    ref = grpo.load_policy(args, world)
+    policy, ref = [grpo.load_policy(args, world) for _ in range(2)]
+    batch = grpo.make_batch([[[r]] for r in make_rollouts()], world.device)
     with torch.no_grad():
         for p in policy.parameters():
             utils.shard_of(p).add_(1.0)
-    before = start_weights(args, world)
-    batch = grpo.make_batch([[[r]] for r in make_rollouts()], world.device)
-    with torch.no_grad():
         policy(batch, 1.0), ref(batch, 1.0)
-    grpo.refresh_reference(ref, policy, 0.25)
-    with torch.no_grad():
+        grpo.refresh_reference(ref, policy, 0.25)
         ref(batch, 1.0)
     get_model_state_dict(ref)  # what a checkpoint does
+    before = start_weights(args, world)
     for name, weight in utils.full_weights(ref, torch.float32):
         torch.testing.assert_close(weight, before[name] + 0.25)
 

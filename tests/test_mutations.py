@@ -349,30 +349,23 @@ def test_the_last_value_of_an_environments_number_counts(monkeypatch):
     assert found == 5.0
 
 
-def counted_step(args, **metrics):
-    """step_metrics of a step without rollouts, with these sums."""
-    state = grpo.start_state() | {"tokens": 100.0, "seconds": 5.0, "clock": 0.0, "cursor": 4, "flops_per_second": 1.0}
-    args = replace(args, model_dtype="float32")
-    learner = SimpleNamespace(scheduler=SimpleNamespace(state_dict=dict))
-    run: Any = SimpleNamespace(args=args, world=ONE, state=state, learner=learner, start_time=0.0)
-    run.train_prompts = [0] * 8
-    run.guards = guards.Guards(args, 1)
-    step = grpo.Step(1, gap=guards.Gap(), start_time=-1.0, seconds={"time/training": 2.0, "time/generation": 2.0})
-    for name, value in metrics.items():
-        step.metrics.count(name.replace("__", "/"), value)
-    found = grpo.step_metrics(run, step)
-    grpo.advance(run, step, found)
-    return found, state
-
-
 def test_sums_of_a_run_and_shares_of_a_step(monkeypatch):
     """Of 8 rollouts 6 are trained on. The tokens of earlier steps are told, and the sums go on."""
     monkeypatch.setattr(grpo, "note_update", lambda *_: None)
     monkeypatch.setattr(utils, "note_step", lambda *_: None)
     monkeypatch.setattr(grpo.time, "perf_counter", lambda: 7.0)
+    args = args_of("--num_unique_prompts_rollout 4 --num_samples_per_prompt_rollout 2 --model_dtype float32")
+    state = grpo.start_state() | {"tokens": 100.0, "seconds": 5.0, "clock": 0.0, "cursor": 4, "flops_per_second": 1.0}
+    learner = SimpleNamespace(scheduler=SimpleNamespace(state_dict=dict))
+    run: Any = SimpleNamespace(args=args, world=ONE, state=state, learner=learner, start_time=0.0)
+    run.train_prompts = [0] * 8
+    run.guards = guards.Guards(args, 1)
+    step = grpo.Step(1, gap=guards.Gap(), start_time=-1.0, seconds={"time/training": 2.0, "time/generation": 2.0})
     sums = {"trained": 6, "sampled": 8, "response_tokens": 30, "learner_flops": 1}
-    line = "--num_unique_prompts_rollout 4 --num_samples_per_prompt_rollout 2"
-    found, state = counted_step(args_of(line), **sums, val__num_step_tokens=40, val__learner_tokens=25)
+    for name, value in (sums | {"val/num_step_tokens": 40, "val/learner_tokens": 25}).items():
+        step.metrics.count(name, value)
+    found = grpo.step_metrics(run, step)
+    grpo.advance(run, step, found)
     want = {
         "other/real_batch_size_ratio": 0.75, "optim/skipped_steps": 0.0, "val/num_total_tokens": 100.0, "epoch": 0.5,
         "episode": 8, "training_step": 1, "val/num_learner_tokens": 25.0,
