@@ -21,7 +21,6 @@ import utils
 from scripts.parts import dumps, guards
 from scripts.parts.transformers_engine import TransformersEngine
 from tests import programs
-from tests.conftest import REPO
 from tests.test_math import LOSS_FNS
 
 VOCAB = 512
@@ -163,33 +162,6 @@ def test_a_response_is_scored_while_others_are_sampled(monkeypatch):
     for _ in range(2):  # a second call finds no verifiers to wait for
         grpo.score_rollouts(rollouts, args)
         assert [(r.text, r.score, r.results[0].status) for r in rollouts] == [("a", 10.0, "ok"), ("b", 0.0, "ok")]
-
-
-CASES = json.loads((REPO / "tests" / "verl_cases.json").read_text())["cases"]
-
-
-@pytest.mark.parametrize("case", [pytest.param(c, id=c["id"]) for c in CASES if c["fn"] == "kl_in_reward"])
-def test_kl_in_reward_as_verl_has_it_though_packs_split_the_groups(world, case):
-    estimator = {"kl": "0", "low_var_kl": "2"}[case["kind"]]
-    flags = ["--kl_estimator", estimator, "--advantage_normalization_type", "standard_unbiased", "--force_kl_in_reward"]
-    args = make_args("m", "--kl_in_reward", *flags, "--beta", case["params"]["beta"])
-    rollouts = []
-    for i, (group, score, old) in enumerate(zip(case["group_ids"], case["scores"], case["logp_old"], strict=True)):
-        prompt = utils.Prompt(group, (1, 2), "", ("1",), ("gsm8k",))
-        n = len(old)
-        rollouts.append(grpo.Rollout(prompt, group, i, [3] * n, [0.0] * n, [True] * n, [0] * n, "stop", score=score))
-    packs = [[[r] for r in rollouts[0::2]], [[r] for r in rollouts[1::2]]]
-    batches = [grpo.make_batch([pack], world.device) for pack in packs]
-    for batch in batches:
-        batch.old_logprobs, batch.ref_logprobs = torch.full((2, *batch.targets.shape), math.nan)
-        for name, values in (("old_logprobs", case["logp_old"]), ("ref_logprobs", case["ref_logp"])):
-            mine = [x for r in batch.rollouts for x in values[r.sample]]
-            getattr(batch, name)[batch.response_mask] = torch.tensor(mine)
-    grpo.put_kl_in_reward(batches, args, world, utils.Metrics())
-    assert [r.advantage for r in rollouts] == pytest.approx(case["grpo_adv"], rel=2e-3, abs=2e-3)  # verl's are float32
-    for batch in batches:
-        for i, r in enumerate(batch.rollouts, start=1):
-            assert (batch.advantages[batch.seq_ids == i] == r.advantage).all()
 
 
 def test_an_advantage_may_be_an_array_over_the_tokens(world):

@@ -227,7 +227,11 @@ def test_a_text_without_room_is_cut_to_its_mark_and_an_empty_one_stays(room, tol
     assert ANSWERS.cut(["", "0123456789abcdefgh"], room, Words()) == ["", told]
 
 
-@pytest.mark.parametrize("text, room, reason", [("heard", 30, "stop"), ("heard", 8, "length")])
+@pytest.mark.parametrize("text, room, reason", [
+    ("heard", 30, "stop"),
+    ("heard", 8, "length"),
+    ("much too long", 11, "length"),  # cut to its mark it takes all 9 tokens that are left
+])  # fmt: skip
 def test_a_rollout_that_ends_for_want_of_room_was_cut(monkeypatch, text, room, reason):
     """The turn before ended with a stop; --mask_truncated_completions and --non_stop_penalty look at the rollout."""
     monkeypatch.setattr(environments, "ask", lambda *_: HEARD | {"texts": [text]})
@@ -291,16 +295,6 @@ def test_a_rollout_without_room_is_over_and_its_environment_is_not_asked(monkeyp
         grpo.end_turn(r, generation, ENGINE, args_of("--response_length 3 --max_steps 9"))
         assert (r.over, r.finish_reason) == (over, "stop")
     assert asked == ["asked"]
-
-
-def test_an_answer_that_leaves_no_token_ends_the_rollout(monkeypatch):
-    """Cut to its mark it takes all 9 tokens that are left: the policy could say nothing more."""
-    monkeypatch.setattr(environments, "ask", lambda *_: HEARD | {"texts": ["much too long"]})
-    monkeypatch.setattr(grpo, "start_scoring", lambda *_: None)
-    r = played()
-    assert len(ANSWERS.answer(["much too long"], False, 9, Words())[0]) == 9
-    assert grpo.take_answer(r, ENGINE, args_of("--response_length 11 --max_steps 9")) is None
-    assert (r.over, r.finish_reason, len(r.token_ids)) == (True, "length", 2)
 
 
 @pytest.mark.parametrize("reason", ["stop", "length"])
