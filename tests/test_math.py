@@ -17,7 +17,6 @@ from grpo import HeadLogprobs
 
 CASES = json.loads((Path(__file__).parent / "verl_cases.json").read_text())["cases"]
 ROUNDING = dict(rtol=1e-4, atol=1e-5)  # of float32, in which verl computes; its results in float64 end in 64
-KL_KINDS = {"k1": 0, "kl": 0, "k2": 1, "mse": 1, "k3": 2, "low_var_kl": 2}
 NAN = math.nan
 INF = math.inf
 LOSS_FNS = typing.get_args(grpo.Args.__dataclass_fields__["loss_fn"].type)  # a fork's too
@@ -229,8 +228,7 @@ def aggregate_as_verl(values, mask, case):
         "seq-mean-token-mean": "sequence",
         "seq-mean-token-sum": str(sequences),
         "seq-mean-token-sum-norm": str(sequences * mask.shape[1]),  # verl 0.9.1: by the mask's width and by sequences
-        "token-sum": "1",
-    }[params.get("agg", case["kind"])]
+    }[params["agg"]]
     return aggregate(values, mask, rows(mask), kind, tokens, sequences) * params.get("dp_size", 1)
 
 
@@ -261,22 +259,8 @@ def test_kl_estimates_by_hand():  # p = 0.5, ref = 0.25: d = ln 2, exp(-d) = 1/2
     d = math.log(2)
     got = [e.item() for e in grpo.kl_estimates(log(0.5), log(0.25), per_token(3.0))]
     assert got == pytest.approx([d, d * d / 2, 0.5 - 1 + d, 3 * d])
-
-
-@pytest.mark.parametrize("case", verl("kl"))
-def test_verl_kl(case):
-    """Where no clamp is active: verl's bound the log-ratio of k3 by 20 and its value by 10, and a token that strayed
-    that far is never pulled back. Ours bounds log-ratios by 40."""
-    new, ref = (torch.tensor(case[k]).double() for k in ("logp", "ref_logp"))
-    new.requires_grad_()
-    got = grpo.kl_estimates(new, ref, torch.ones_like(new))[KL_KINDS[case["kind"]]]
-    (grad,) = torch.autograd.grad(got.sum(), new)
-    want = torch.tensor(case["value64"], dtype=torch.float64)
-    d = (new - ref).detach().abs()
-    same = (d < 20) & (want < 10) if case["kind"] == "low_var_kl" else d < 40
-    assert_close(got.detach()[same], want[same], rtol=1e-9, atol=1e-9)
-    assert_close(grad[same], torch.tensor(case["grad"]).double()[same], **ROUNDING)
-    assert got.isfinite().all() and grad.isfinite().all()
+    far, bound = (grpo.kl_estimates(torch.tensor([-x, x]), torch.zeros(2), torch.ones(2)) for x in (500.0, 40.0))
+    assert torch.equal(torch.stack(far), torch.stack(bound)) and torch.stack(far).isfinite().all()
 
 
 # --- Importance weights: learner over engine --------------------------------------------------------------------------
@@ -368,13 +352,6 @@ def test_aggregate_by_hand(kind, want):
         assert aggregate(VALUES[:n], MASK[:n], rows(MASK)[:n], kind, 4, 2).item() == pytest.approx(want)
 
 
-@pytest.mark.parametrize("case", verl("agg_loss"))
-def test_verl_aggregation(case):
-    mask = torch.tensor(case["mask"]).bool()
-    got = aggregate_as_verl(torch.tensor(case["loss_mat"]), mask, case)
-    assert_close(got, torch.tensor(case["value"]), **ROUNDING)
-
-
 # --- Logprobs and entropy ---------------------------------------------------------------------------------------------
 
 
@@ -439,17 +416,20 @@ TOTALS = grpo.Totals(tokens=5.0, responses=2.0)
 
 
 def whole_loss(batch, new, entropy, args):
+    """Loss, its gradients by new logprobs and entropy, and metrics."""
     new = new.clone().requires_grad_()
     entropy = entropy.clone().requires_grad_()
-    loss = grpo.grpo_loss(batch.loss_inputs(new, entropy), TOTALS, args, utils.Metrics())
-    return loss.detach(), *torch.autograd.grad(loss, (new, entropy), allow_unused=True)
+    metrics = utils.Metrics()
+    loss = grpo.grpo_loss(batch.loss_inputs(new, entropy), TOTALS, args, metrics)
+    sums = {name: (float(total), float(count)) for name, (total, count) in metrics.sums.items()}
+    return loss.detach(), *torch.autograd.grad(loss, (new, entropy), allow_unused=True), sums
 
 
 @pytest.mark.parametrize("padding", [NAN, INF, -INF])
 @pytest.mark.parametrize("denominator", ["token", "sequence", "7"])
 @pytest.mark.parametrize("loss_fn", LOSS_FNS)
 @pytest.mark.parametrize("estimator", ["0", "1", "2", "3"])
-def test_padding_reaches_neither_loss_nor_gradient(padding, denominator, loss_fn, estimator):
+def test_padding_reaches_neither_loss_nor_gradient_nor_metrics(padding, denominator, loss_fn, estimator):
     options = dict(loss_denominator=denominator, loss_fn=loss_fn, kl_estimator=estimator, rho_mask_upper_bound=1.2)
     for sequence_level in (False, True):
         args = replace(BASE, **options, rho_mask_sequence_level=sequence_level)
@@ -458,8 +438,9 @@ def test_padding_reaches_neither_loss_nor_gradient(padding, denominator, loss_fn
         got = whole_loss(dirty, dirty_new, torch.where(dirty.response_mask, 0.7, padding), args)
         want = whole_loss(clean, clean_new, torch.where(clean.response_mask, 0.7, 0.0), args)
         assert got[0].isfinite() and want[1][clean.response_mask].all()
-        for a, b in zip(got, want, strict=True):
+        for a, b in zip(got[:3], want[:3], strict=True):
             assert_close(a, b)
+        assert len(got[3]) > 10 and got[3] == want[3]
 
 
 def test_cispo_has_no_lower_bound():
@@ -468,18 +449,6 @@ def test_cispo_has_no_lower_bound():
     args = replace(BASE, loss_fn="cispo")
     losses = [whole_loss(batch, new, torch.zeros_like(new), replace(args, clip_lower=x))[0] for x in (1e-6, 1.0)]
     assert losses[0] == losses[1]
-
-
-def test_metrics_are_blind_to_padding():
-    read = []
-    for padding in (0.0, NAN, -INF):
-        (batch, new) = two_rows(padding)
-        metrics = utils.Metrics()
-        inputs = batch.loss_inputs(new, torch.where(batch.response_mask, 0.7, padding))
-        grpo.grpo_loss(inputs, TOTALS, BASE, metrics)
-        read.append({name: (float(total), float(count)) for name, (total, count) in metrics.sums.items()})
-    assert len(read[0]) > 10
-    assert read[0] == read[1] == read[2]
 
 
 def test_whole_loss_by_hand():
