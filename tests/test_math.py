@@ -259,8 +259,8 @@ def test_kl_estimates_by_hand():  # p = 0.5, ref = 0.25: d = ln 2, exp(-d) = 1/2
     d = math.log(2)
     got = [e.item() for e in grpo.kl_estimates(log(0.5), log(0.25), per_token(3.0))]
     assert got == pytest.approx([d, d * d / 2, 0.5 - 1 + d, 3 * d])
-    far, bound = (grpo.kl_estimates(torch.tensor([-x, x]), torch.zeros(2), torch.ones(2)) for x in (500.0, 40.0))
-    assert torch.equal(torch.stack(far), torch.stack(bound)) and torch.stack(far).isfinite().all()
+    far = grpo.kl_estimates(torch.tensor([-500.0, 500.0]), torch.zeros(2), torch.ones(2))
+    assert far[0].tolist() == [-40.0, 40.0] and torch.stack(far).isfinite().all()
 
 
 # --- Importance weights: learner over engine --------------------------------------------------------------------------
