@@ -321,13 +321,18 @@ def test_neighbours_get_the_same_packs(world, monkeypatch):
     assert [part[0] for part in told] == [[m[i] for m in sizes] for i in (0, 0, 1, 1)]
 
 
+def real_engines(sent, flags=""):
+    """grpo_fast.Engines of one engine that never answers and appends what it is told to `sent`."""
+    connection = types.SimpleNamespace(recv=threading.Event().wait, send=sent.append)
+    args = utils.parse_args(grpo.Args, f"--model_name_or_path x {flags}".split())
+    return grpo_fast.Engines([connection], types.SimpleNamespace(beat=lambda: None), None, [], args)
+
+
 def test_turns_of_a_round_start_together_and_others_at_once():
     """With --deterministic no batch may depend on when an answer comes."""
     for flags, starts in (("", [["b"], ["a"]]), ("--deterministic", [["a", "b"]])):
-        line = f"--model_name_or_path x --tools calculator {flags}"
-        sent, beats = [], types.SimpleNamespace(beat=lambda: None)
-        connection = types.SimpleNamespace(recv=threading.Event().wait, send=sent.append)  # no message ever comes
-        engines = grpo_fast.Engines([connection], beats, None, [], utils.parse_args(grpo.Args, line.split()))
+        sent = []
+        engines = real_engines(sent, f"--tools calculator {flags}")
         answers = {name: Future() for name in "abc"}
         first = utils.Request((1,), 0, 1.0, 1)
         engines.submit([grpo_fast.NamedRequest(name, first, lambda made, a=a: a) for name, a in answers.items()])
@@ -341,9 +346,7 @@ def test_turns_of_a_round_start_together_and_others_at_once():
 
 def test_an_error_of_a_fork_in_a_response_shows_its_line(capsys):
     """The learner waits for the response, and once ended with the words alone."""
-    beats = types.SimpleNamespace(beat=lambda: None)
-    connection = types.SimpleNamespace(recv=threading.Event().wait, send=lambda message: None)
-    engines = grpo_fast.Engines([connection], beats, None, [], utils.parse_args(grpo.Args, ["--model_name_or_path=x"]))
+    engines = real_engines([])
     engines.submit([grpo_fast.NamedRequest("a", utils.Request((1,), 0, 1.0, 1), lambda made: 1 / 0)])
     engines._ended("a", 0, utils.Generation([5], [0.0], "stop", [0]))
     assert "test_wiring.py" in capsys.readouterr().err
