@@ -142,6 +142,16 @@ def test_a_rollout_of_a_checkpoint_is_as_old_as_its_oldest_token():
     assert [group[0].position for group in collector._collect().expired] == [10]
 
 
+def test_the_collector_asks_the_sampler_of_a_fork(monkeypatch):
+    def next_group(prompts, position, sampler, args):
+        return grpo.new_group(prompts[7 - position], position, position + 1)
+
+    monkeypatch.setattr(grpo, "next_group", next_group)
+    collector = make_collector("7")
+    collector.engines_have(0)
+    assert [(len(group), group[0].prompt.index) for group in collector._collect().sampled] == [(1, 7), (2, 6)]
+
+
 def test_data_without_any_gradient_end_a_step_after_ten_rounds():
     collector = make_collector("7", flags="--active_sampling")
     collector.engines_have(0)
