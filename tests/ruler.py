@@ -147,11 +147,7 @@ def limited(name: str) -> tuple[str, ...]:
 def show(rows: dict[str, dict[str, float]]) -> None:
     """Print the table."""
     for name, row in rows.items():
-        print(
-            f"{name:32} lines {row['lines']:6} tokens {row['tokens']:7} t/statement {row['t/statement']:5} "
-            f"nodes {row['nodes']:5} dense {row['dense']:4} of {row['functions']:4} "
-            f"parallel {row['parallel']:5} walrus {row['walrus']:5}"
-        )
+        print(f"{name:32}", *(f"{column} {value:<6}" for column, value in row.items()))
 
 
 def lower(rows: dict[str, dict[str, float]], before: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:

@@ -1,28 +1,22 @@
 """scripts/forks/*.diff apply, are short, and are their papers' formulas, for every split into packs."""
 
-import collections
 import importlib.util
-import json
 import math
-import os
 import re
 import shutil
 import subprocess
 import sys
-import textwrap
 import types
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.distributed.tensor import distribute_tensor
 from torch.testing import assert_close
 
 import utils
 from scripts.parts import packing
-from tests import programs, test_learner, test_math
+from tests import test_learner, test_math
 from tests.conftest import REPO
 
 FORKS = {path.stem: path for path in sorted((REPO / "scripts" / "forks").glob("*.diff"))}
@@ -75,20 +69,15 @@ def group_of(grpo, *responses):
     return group
 
 
-def test_the_table_has_every_diff():
-    """scripts/forks/README.md."""
-    table = (REPO / "scripts" / "forks" / "README.md").read_text()
-    assert set(re.findall(r"^\| `(\w+)\.diff` \|", table, re.MULTILINE)) == set(FORKS)
-
-
 @pytest.mark.parametrize("name", FORKS)
 def test_it_applies_and_is_short(fork, name):
-    """In at most 26 changed lines, with paper, formula and commands in its head."""
+    """In at most 26 changed lines, with paper, formula and commands in its head, and a row in the table."""
     fork(name)
     head, _, body = FORKS[name].read_text().partition("\n--- a/")
     changed = re.findall(r"^[+-](?!\+\+ b/|-- a/)", body, re.MULTILINE)
     assert len(changed) <= MOST_LINES
     assert re.search(r"arXiv:\d{4}\.\d{5}", head) and f"git apply scripts/forks/{name}.diff" in head
+    assert f"\n| `{name}.diff` |" in (REPO / "scripts/forks/README.md").read_text()
 
 
 FLAGS = {  # which have the fork do what it does
@@ -354,14 +343,22 @@ def test_dr_grpo_by_hand(fork, tiny_models, world):
 
 def test_kl_twice_by_hand(fork, tiny_models, world):
     """Scores 1, 0, 0 less half of the KLs 1, 0, 0.2, whatever beta is; and the loss has its KL as without that."""
-    fork("kl_twice")
+    grpo = fork("kl_twice")
     centered = ["--advantage_normalization_type", "centered"]
-    half = [*centered, "--kl_in_reward_coef", "0.5"]
-    got = test_learner.kl_rewarded([1.0, 0.0, 0.0], [1.0, 0.0, 0.2], *half, beta=7.0)
-    assert got == pytest.approx([x - 0.4 / 3 for x in (0.5, 0.0, -0.1)])
+    half = [*centered, "--kl_in_reward", "--kl_in_reward_coef", "0.5"]
+    group = group_of(grpo, [5], [6], [7])
+    group[0].score = 1.0
+    args = test_learner.make_args("m", *half, "--beta", "7", "--kl_estimator", "0")
+    grpo.set_advantages([group], args)
+    batch = grpo.make_batch([[[r]] for r in group], world.device)
+    batch.ref_logprobs = torch.zeros_like(batch.advantages)
+    batch.old_logprobs = batch.ref_logprobs.clone()
+    batch.old_logprobs[batch.response_mask] = torch.tensor([1.0, 0.0, 0.2])
+    grpo.put_kl_in_reward([batch], args, world, utils.Metrics())
+    assert [r.advantage for r in group] == pytest.approx([x - 0.4 / 3 for x in (0.5, 0.0, -0.1)])
     seen = []
-    for more in ([], ["--kl_in_reward", "--kl_in_reward_coef", "0.5"]):
-        flags = [*centered, "--load_ref_policy", "--beta", "0.3", *more]
+    for more in (centered, half):
+        flags = ["--load_ref_policy", "--beta", "0.3", *more]
         args = test_learner.make_args(tiny_models(), *flags)
         rollouts = test_learner.make_rollouts()
         seen.append(test_learner.run_update(args, world, [rollouts], ref=True, shift=0.02)[1])
@@ -432,112 +429,46 @@ def test_vip_by_hand(fork):
     assert [len(grpo.next_group(prompts, i, again, args)) for i in range(4)] == [2, 2, 8, 4]
 
 
-@pytest.mark.house
-def test_a_fork_that_is_applied_is_trained_as_it_is(tmp_path):
-    """README applies a diff and then starts train.sh, which applies it to a copy. A diff of one's own has no flags."""
-    files = subprocess.run(["git", "ls-files", "-z"], cwd=REPO, capture_output=True, check=True).stdout
-    subprocess.run(["xargs", "-0", "cp", "--parents", "-t", tmp_path], input=files, cwd=REPO, check=True)
-    mine = (REPO / "scripts/forks/sapo.diff").read_text()
-    (tmp_path / "mine.diff").write_text(mine[mine.index("--- a/grpo.py") :])
-    for command in ("git init -q", "git add --all", "git apply scripts/forks/sapo.diff"):
-        subprocess.run(command.split(), cwd=tmp_path, check=True)
-    (tmp_path / ".venv").symlink_to(REPO / ".venv")
-    for words in (["sapo"], ["mine.diff", "--loss_fn", "sapo"]):
-        line = ["bash", "scripts/forks/train.sh", *words, "--dry_run"]
-        done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0 and "applied here already" in done.stdout, done.stdout + done.stderr
+def take_step(learner, seed):
+    """An optimizer step with random gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    for p in learner.policy.parameters():
+        p.grad = torch.randn(p.shape, generator=generator)
+        if hasattr(p, "placements"):
+            p.grad = distribute_tensor(p.grad, p.device_mesh, p.placements)
+    learner.optimizer.step()
+    learner.scheduler.step()
 
 
-def take_steps(learner, *seeds):
-    """Optimizer steps with random gradients, the same ones for any number of ranks."""
-    for seed in seeds:
-        generator = torch.Generator().manual_seed(seed)
-        for p in learner.policy.parameters():
-            p.grad = torch.randn(p.shape, generator=generator)
-            if hasattr(p, "placements"):
-                p.grad = distribute_tensor(p.grad, p.device_mesh, p.placements)
-        learner.optimizer.step()
-        learner.scheduler.step()
+MUON = "--muon --learning_rate 1e-2 --weight_decay 0.1 --lr_scheduler_type linear".split()
 
 
-def assert_it_goes_on(grpo, args, world, directory):
-    """A learner with the checkpoint of another one has its moments, weights and rates, and has them after a step."""
+@pytest.mark.parametrize("stage", ["0", "3"])
+def test_muon_goes_on_from_a_checkpoint(fork, tiny_models, world, tmp_path, stage):
+    """A learner with the checkpoint of another one makes the same next steps."""
+    grpo = fork("muon")
+    args = test_learner.make_args(tiny_models(), *MUON, "--deepspeed_stage", stage)
     learner, fresh = [grpo.load_learner(args, world) for _ in range(2)]
-    take_steps(learner, 1, 2)
-    checkpoints = utils.Checkpoints(directory, 3, world)
+    take_step(learner, 1)
+    checkpoints = utils.Checkpoints(tmp_path, 3, world)
     extra = grpo.start_state() | {"scheduler": learner.scheduler.state_dict()}
     checkpoints.save(1, learner.modules(args), learner.optimizer, extra)
     checkpoints.wait()
-    checkpoints.resume(directory / "checkpoints" / "step_1", fresh, args)
-    for seeds in ([], [3]):
-        for a in (learner, fresh):
-            take_steps(a, *seeds)
-        rates = [float(group["lr"]) for group in learner.optimizer.param_groups]
-        assert rates == [float(group["lr"]) for group in fresh.optimizer.param_groups]
-        assert 0 < rates[0] < args.learning_rate
+    checkpoints.resume(tmp_path / "checkpoints" / "step_1", fresh, args)
+    for seed in (2, 3):
+        take_step(learner, seed)
+        take_step(fresh, seed)
         for a, b in zip(learner.policy.parameters(), fresh.policy.parameters(), strict=True):
             assert torch.equal(utils.shard_of(a), utils.shard_of(b))
-            kept = learner.optimizer.state[a]
-            found = fresh.optimizer.state[b]
-            assert set(kept) == set(found)
-            for key in kept:
-                assert torch.equal(utils.shard_of(kept[key]), utils.shard_of(found[key])), key
-
-
-def muon_args(model, *flags):
-    """Where rate and decay matter."""
-    more = "--muon --learning_rate 1e-2 --weight_decay 0.1 --lr_scheduler_type linear"
-    return test_learner.make_args(model, *more.split(), *flags)
-
-
-def test_muon_refuses_offloaded_moments(fork, tiny_models, world):
-    grpo = fork("muon")
     with pytest.raises(grpo.utils.UserError, match="--muon: --offload optimizer"):
-        grpo.load_learner(muon_args(tiny_models(), "--offload", "optimizer"), world)
-
-
-TWO_RANKS = """
-    import sys
-    from pathlib import Path
-    import grpo, torch, utils
-    from tests import test_forks
-    world = utils.init_distributed()
-    model, out = sys.argv[1:]
-    args = test_forks.muon_args(model, "--deepspeed_stage", "3")
-    test_forks.assert_it_goes_on(grpo, args, world, Path(out))
-    learner = grpo.load_learner(args, world)
-    test_forks.take_steps(learner, 1, 2)
-    weights = dict(utils.full_weights(learner.policy, torch.float32))
-    if world.is_main:
-        torch.save(weights, Path(out, "weights.pt"))
-    torch.distributed.barrier()
-    utils.exit_process()
-"""
-
-
-@pytest.mark.runs
-def test_muon_on_two_ranks_resumes_and_makes_the_steps_of_one(fork, tiny_models, world, tmp_path):
-    grpo = fork("muon")
-    script = tmp_path / "two_ranks.py"
-    script.write_text(textwrap.dedent(TWO_RANKS))
-    path = f"{Path(grpo.__file__).parent}:{REPO}:{os.environ.get('PYTHONPATH', '')}"
-    line = [sys.executable, *programs.torchrun(2), script, tiny_models(), tmp_path]
-    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(list(map(str, line)), env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    args = muon_args(tiny_models())
-    learner = grpo.load_learner(args, world)
-    take_steps(learner, 1, 2)
-    one = dict(utils.full_weights(learner.policy, torch.float32))
-    start = test_learner.start_weights(args, world)
-    test_learner.assert_same_update(one, torch.load(tmp_path / "weights.pt"), start, 0.03)
+        grpo.load_learner(replace(args, offload=["optimizer"]), world)
 
 
 def test_muon_by_hand(fork, tiny_models, world):
     """A step on U S V^T moves a matrix of a layer by 0.2 sqrt(longest side) lr U S' V^T, S' in 0.5..1.5 whatever S is,
     and by lr wd W; the embedding as AdamW does, by lr and lr wd W; a norm by lr alone."""
     grpo = fork("muon")
-    args = muon_args(tiny_models())
+    args = test_learner.make_args(tiny_models(), *MUON)
     learner = grpo.load_learner(args, world)
     before = {name: p.detach().clone() for name, p in learner.policy.named_parameters()}
     bases = {}
@@ -560,35 +491,3 @@ def test_muon_by_hand(fork, tiny_models, world):
         assert 0.5 < rotated.diag().min() and rotated.diag().max() < 1.5, name
         assert (rotated - rotated.diag().diag()).abs().max() < 0.05, name
     assert in_layers == 14
-
-
-LETTERS = f"""--dataset_mixer_list reasoning_gym:chain_sum 8 --reward_file {REPO}/scripts/train/debug/letters.py
-    --remap_verifier reasoning_gym=letters --rollout_backend transformers --model_dtype float32 --response_length 6
-    --num_unique_prompts_rollout 4 --num_samples_per_prompt_rollout 4 --temperature 1.0 --learning_rate 1e-3
-    --lr_scheduler_type constant --beta 0.02 --total_episodes 64 --save_freq -1 --save_traces
-    --deterministic"""
-
-
-def letters_run(script, model, out, *flags):
-    """Four steps on eight prompts: the final weights, and how many rollouts each group had."""
-    line = [sys.executable, script, "--model_name_or_path", model, "--output_dir", out, "--exp_name", "run"]
-    line += [*LETTERS.split(), *flags]
-    env = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(list(map(str, line)), env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    rows = [json.loads(line) for line in (out / "run" / "rollouts.jsonl").read_text().splitlines()]
-    sizes = collections.Counter(row["position"] for row in rows)
-    return load_file(out / "run" / "model" / "model.safetensors"), sizes
-
-
-@pytest.mark.runs
-def test_a_sampler_is_the_same_in_both_scripts(fork, tiny_models, tmp_path):
-    """Groups of several sizes, which past scores decide: grpo_fast.py without asynchrony has the bits of grpo.py."""
-    directory = Path(fork("vip").__file__).parent
-    sync = letters_run(directory / "grpo.py", tiny_models(), tmp_path / "sync", "--share_by_spread")
-    assert len(set(sync[1].values())) > 2, "the groups are alike: the test shows nothing"
-    fast = letters_run(
-        directory / "grpo_fast.py", tiny_models(), tmp_path / "fast", "--async_steps", "0", "--share_by_spread"
-    )
-    assert fast[1] == sync[1]
-    assert all(torch.equal(fast[0][key], sync[0][key]) for key in sync[0])

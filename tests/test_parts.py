@@ -4,15 +4,12 @@ import ast
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.conftest import REPO
 
-FOUR = ("grpo.py", "grpo_fast.py", "rewards.py", "utils.py")
 ORDER = ("grpo_fast", "grpo", "utils", "rewards")
-PARTS = sorted(path.stem for path in (REPO / "scripts" / "parts").glob("*.py"))
 # What every run has; all others belong to a flag, to a kind of row or to an engine.
 OF_EVERY_RUN = {"checks", "guards", "hidden", "hub", "packing", "plan", "probe", "run_files"}
 
@@ -28,32 +25,18 @@ def imports(tree: ast.AST) -> list[str]:
     return names
 
 
-def top_level(path: Path) -> list[str]:
-    """What a file imports when it is imported itself."""
-    tree = ast.parse(path.read_text())
-    statements = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
-    return imports(ast.Module(statements, []))
+@pytest.mark.parametrize("name", ORDER)
+def test_the_four_import_one_way_and_parts_inside_functions_only(name):
+    tree = ast.parse((REPO / f"{name}.py").read_text())
+    assert {i.partition(".")[0] for i in imports(tree)} & set(ORDER[: ORDER.index(name) + 1]) == set()
+    at_the_top = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    assert not [i for i in imports(ast.Module(at_the_top, [])) if i.startswith("scripts")]
 
 
-@pytest.mark.parametrize("name", FOUR)
-def test_the_four_import_parts_inside_functions_only(name):
-    assert not [i for i in top_level(REPO / name) if i.startswith("scripts")]
-
-
-@pytest.mark.parametrize("name", FOUR)
-def test_imports_of_the_four_run_one_way(name):
-    stem = name.removesuffix(".py")
-    allowed = ORDER[ORDER.index(stem) + 1 :]
-    tree = ast.parse((REPO / name).read_text())
-    ours = {i.partition(".")[0] for i in imports(tree)} & set(ORDER)
-    assert ours <= set(allowed), ours
-
-
-@pytest.mark.parametrize("name", PARTS)
-def test_no_part_imports_the_algorithm(name):
-    tree = ast.parse((REPO / "scripts" / "parts" / f"{name}.py").read_text())
-    assert not {"grpo", "grpo_fast"} & {i.partition(".")[0] for i in imports(tree)}
-    assert not [i for i in imports(tree) if i.startswith("scripts.reports")], "programs stand above parts"
+def test_no_part_imports_the_algorithm_or_a_program():
+    for path in (REPO / "scripts" / "parts").glob("*.py"):
+        names = imports(ast.parse(path.read_text()))
+        assert not [i for i in names if i.startswith(("grpo", "scripts.reports"))], path
 
 
 LOADED = """

@@ -25,17 +25,17 @@ PRIVATE = {  # name -> what fails without it
     "_disable_adapters": "test_adapters_are_off_while_the_private_name_says_so",
     "_dynamo": "each run with vLLM: utils.prepare_compiler",
     "_FileSystemWriter": "each checkpoint",
-    "_dump_snapshot": "test_the_snapshot_of_a_gpu_s_memory",
+    "_dump_snapshot": "test_names_that_only_a_gpu_or_rare_data_would_miss",
     "_functional_collectives": "test_sequence_parallel",
-    "_get_sentence_tokenizer": "test_the_sentences_of_ifeval",
+    "_get_sentence_tokenizer": "test_names_that_only_a_gpu_or_rare_data_would_miss",
     "_internal": "test_bench: torch's fake store",
     "_model_mapping": "each run: packing.check",
     "_no_split_modules": "test_sharding: a model would have no layers",
     "_prec": "test_pairs_of_answers",
     "_pytree": "each run with --gradient_checkpointing",
-    "_record_memory_history": "test_the_snapshot_of_a_gpu_s_memory",
+    "_record_memory_history": "test_names_that_only_a_gpu_or_rare_data_would_miss",
     "_supports_sdpa": "each run: packing.check",
-    "_timeout": "test_the_timeout_of_nccl",
+    "_timeout": "test_names_that_only_a_gpu_or_rare_data_would_miss",
 }
 OF_PYTHON = set("_asdict _exit _fields _replace _run_exitfuncs _shutdown _thread _Unpickler".split())
 OF_TEXTS = set("_StringOnlyDict _core _frombuffer _get_layout _inductor _local _reconstruct _reductions".split())
@@ -77,21 +77,14 @@ def test_each_private_name_has_a_row(shipped):
     assert seen >= PRIVATE.keys(), f"nobody takes {sorted(PRIVATE.keys() - seen)} any more: drop the rows"
 
 
-def test_each_optional_name_of_a_config_has_a_row(shipped):
+def test_optional_names_and_kinds_of_configs_are_there(shipped):
+    """getattr(config, name, None) would go on without it."""
     asked = set(re.findall(r'(?:get|has)attr\((?:config|text|text_config|model\.config), "(\w+)"', shipped))
     asked |= {"layer_types", "layers_block_type"}  # packing.other_layers asks for them in a loop
     assert asked | set(packing.SCALES) == OPTIONAL.keys()
-
-
-@pytest.mark.parametrize("name", OPTIONAL)
-def test_an_optional_name_of_a_config_is_there(name):
-    """getattr(config, name, None) would go on without it."""
-    assert hasattr(CONFIG_MAPPING[OPTIONAL[name]](), name)
-
-
-def test_kinds_of_models_that_are_named_are_there():
-    named = packing.RECURRENT | packing.KEEP_THEIR_WINDOW | packing.HAVE_SINKS
-    assert named <= set(CONFIG_MAPPING)
+    for name, kind in OPTIONAL.items():
+        assert hasattr(CONFIG_MAPPING[kind](), name), name
+    assert packing.RECURRENT | packing.KEEP_THEIR_WINDOW | packing.HAVE_SINKS <= set(CONFIG_MAPPING)
 
 
 def test_optional_names_of_modules_and_tensors_are_there():
@@ -132,37 +125,26 @@ def test_names_that_vllm_would_pass_over(shipped):
     assert "self._all_group_ranks_share_shm_group_name()" in communicator
     known = (folder / "envs.py").read_text()
     words = set(re.findall(r'"(VLLM_[A-Z0-9_]+)"', shipped))
-    assert {"VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_KVCACHE_SPACE", "VLLM_RPC_BASE_PATH"} <= words
-    assert [word for word in words if f'"{word}"' not in known] == []
+    assert len(words) > 2 and [word for word in words if f'"{word}"' not in known] == []
 
 
-def test_what_torchrun_tells_its_ranks(shipped):
+def test_what_torchrun_tells_its_ranks():
     """grpo_fast.py would start ranks of its own inside torchrun's, and no restart would resume."""
     from torch.distributed.elastic.agent.server import local_elastic_agent
     from torch.distributed.elastic.multiprocessing import api
 
-    told = set(re.findall(r'"(TORCHELASTIC_\w+)": ', inspect.getsource(local_elastic_agent)))
-    told |= set(re.findall(r'\["(TORCHELASTIC_\w+)"\] = ', inspect.getsource(api)))
-    words = set(re.findall(r'"(TORCHELASTIC_\w+)"', shipped))
-    assert {"TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"} <= words <= told | {"TORCHELASTIC_"}  # a prefix
+    told = inspect.getsource(local_elastic_agent) + inspect.getsource(api)
+    assert "TORCHELASTIC_RUN_ID" in told and "TORCHELASTIC_RESTART_COUNT" in told
 
 
-def test_the_timeout_of_nccl():
-    """Only a torch with CUDA has the class; its stub is in each."""
-    stub = Path(torch.__file__).parent / "_C/_distributed_c10d.pyi"
-    options = stub.read_text().partition("class Options:")[2].partition("\nclass ")[0]
-    assert "@_timeout.setter" in options
-
-
-def test_the_sentences_of_ifeval():
-    """Without the name nltk would look for data of its own, which nobody installs."""
+def test_names_that_only_a_gpu_or_rare_data_would_miss():
+    """Those of NCCL, of which each torch has the stub; of a snapshot of a GPU's memory; and of nltk's sentences for
+    IFEval, which would look for data that nobody installs."""
     from if_verifiable.ifeval import instructions_util
 
-    assert callable(instructions_util._get_sentence_tokenizer)
-    assert "_get_sentence_tokenizer()" in inspect.getsource(instructions_util)
-
-
-def test_the_snapshot_of_a_gpu_s_memory():
-    """Only a GPU would call them."""
+    stub = (Path(torch.__file__).parent / "_C/_distributed_c10d.pyi").read_text()
+    options = stub.partition("class Options:")[2].partition("\nclass ")[0]
+    assert "@_timeout.setter" in options
     assert "max_entries" in inspect.signature(torch.cuda.memory._record_memory_history).parameters
     assert callable(torch.cuda.memory._dump_snapshot)
+    assert "_get_sentence_tokenizer()" in inspect.getsource(instructions_util)

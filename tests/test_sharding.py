@@ -13,6 +13,16 @@ from tests import programs
 from tests.test_learner import make_args, make_rollouts, run_update, update
 
 
+def learn(learner, flags, model, world, *seeds):
+    for seed in seeds:
+        update(learner, [make_rollouts(seed=seed)], make_args(model, *flags), world)
+
+
+def master_weights(learner):
+    utils.shard_again(learner.policy)
+    return [utils.shard_of(p).detach().clone() for p in learner.policy.parameters()]
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_plain_model_has_the_bits_of_a_wrapped_one(tiny_models, world, monkeypatch, tied):
     """Three steps of Adam with a clipped gradient, which several micro-batches add up; a reference in bfloat16."""
@@ -26,8 +36,7 @@ def three_steps(model, world):
     """The master weights, and the logprobs of another model that does not train."""
     flags = ("--pack_length", 30, "--max_grad_norm", 0.01)
     learner = grpo.load_learner(make_args(model, *flags), world)
-    for seed in range(3):
-        learn(learner, flags, model, world, seed)
+    learn(learner, flags, model, world, 0, 1, 2)
     reference = grpo.load_policy(make_args(model, "--model_dtype", "bfloat16"), world, frozen=True)
     batch = grpo.make_batch([[make_rollouts(1)]], world.device)
     with torch.no_grad():
@@ -37,9 +46,7 @@ def three_steps(model, world):
 
 @pytest.mark.parametrize("stages", [(0, 3), (3, 0)])
 def test_a_checkpoint_goes_from_a_plain_model_to_a_wrapped_one_and_back(tiny_models, world, tmp_path, stages):
-    learners = []
-    for stage in stages:
-        learners.append(grpo.load_learner(make_args(tiny_models(), "--deepspeed_stage", stage), world))
+    learners = [grpo.load_learner(make_args(tiny_models(), "--deepspeed_stage", stage), world) for stage in stages]
     learn(learners[0], (), tiny_models(), world, 0)
     writer = checkpoints.Writer(tmp_path, 1, world)
     writer.save(1, {"policy": learners[0].policy}, learners[0].optimizer, {})
@@ -58,11 +65,12 @@ def test_narrow_and_wide_layers_are_recomputed_with_the_same_bits(tiny_models, w
     plain, _ = run_update(make_args(tiny_models(arch), *flags), world, [make_rollouts()])
     ways = []
     once = torch.utils.checkpoint.checkpoint
-    monkeypatch.setattr(
-        torch.utils.checkpoint,
-        "checkpoint",
-        lambda *args, **how: ways.append(how["use_reentrant"]) or once(*args, **how),
-    )
+
+    def noted(*args, **how):
+        ways.append(how["use_reentrant"])
+        return once(*args, **how)
+
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", noted)
     args = make_args(tiny_models(arch), *flags, "--gradient_checkpointing", "--gradient_checkpointing_part", part)
     for narrow, whole in ((utils.NARROW, True), (0, False)):
         monkeypatch.setattr(utils, "NARROW", narrow)
@@ -76,15 +84,12 @@ def test_a_layer_that_draws_numbers_is_refused(tiny_models, world):
     """Old and new logprobs would differ by noise, and random states are not kept for recomputed layers."""
     args = make_args(tiny_models())
     policy = grpo.load_policy(args, world)
-    prompt = utils.Prompt(0, (5, 6, 7, 8), "", (), ())
-    choose = functools.partial(grpo.choose_packing, policy, prompt, args, world)
+    choose = functools.partial(grpo.choose_packing, policy, make_rollouts()[0].prompt, args, world)
     assert choose() == "shared"
-    handle = policy.model.base_model.layers[0].mlp.register_forward_hook(
-        lambda _module, _inputs, out: out + 1e-3 * torch.rand(())
-    )
+    mlp = policy.model.base_model.layers[0].mlp
+    mlp.register_forward_hook(lambda _module, _inputs, out: out + 1e-3 * torch.rand(()))
     with pytest.raises(utils.UserError, match="differ"):
         choose()
-    handle.remove()
 
 
 OFFLOAD = "--beta 0.1 --load_ref_policy --offload reference optimizer".split()
@@ -96,21 +101,9 @@ def test_what_is_in_host_memory_changes_no_bit(tiny_models, world, stage):
     weights = []
     for flags in (OFFLOAD, OFFLOAD[:3]):
         learner = grpo.load_learner(make_args(tiny_models(), "--deepspeed_stage", stage, *flags), world)
-        for seed in range(3):
-            learn(learner, flags, tiny_models(), world, seed)
+        learn(learner, flags, tiny_models(), world, 0, 1, 2)
         weights.append(master_weights(learner))
-    assert type(learner.optimizer) is torch.optim.AdamW and all(
-        torch.equal(*pair) for pair in zip(*weights, strict=True)
-    )
-
-
-def learn(learner, flags, model, world, seed):
-    update(learner, [make_rollouts(seed=seed)], make_args(model, *flags), world)
-
-
-def master_weights(learner):
-    utils.shard_again(learner.policy)
-    return [utils.shard_of(p).detach().clone() for p in learner.policy.parameters()]
+    assert type(learner.optimizer) is torch.optim.AdamW and all(map(torch.equal, *weights))
 
 
 RANKS = """

@@ -1,6 +1,5 @@
 """Linter, formatter and type checker find nothing in the repository. Their settings are in pyproject.toml."""
 
-import ast
 import json
 import os
 import shutil
@@ -41,20 +40,3 @@ def test_tokens_and_density_only_fall():
         if row[column] > ratchet[name][column]
     ]
     assert not risen, "; ".join(risen) + ": pay with deletions, unpack, or in a fork raise tests/ruler.json"
-
-
-def test_functions_fit_on_a_screen():
-    """60 lines at most, but for the two loops, which read top to bottom."""
-    long = {}
-    for path in sorted(ROOT.glob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno:
-                if (lines := node.end_lineno - node.lineno + 1) > 60:
-                    long[f"{path.name}: {node.name}"] = lines
-    assert long.keys() <= {"grpo.py: main", "grpo_fast.py: run_learner"}, long
-
-
-def test_no_two_files_of_tests_have_the_same_name():
-    """Each is a module of that name alone: pytest collects nothing at all of a folder with the second one."""
-    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
-    assert len(names) > 30 and sorted(names) == sorted(set(names))

@@ -58,32 +58,6 @@ def test_reference_logprobs_and_agreement_are_the_teachers(tiny_models, teacher,
     assert "objective/ref_top_agreement" not in without
 
 
-@pytest.mark.parametrize("estimator, teaches", [("kl2", True), ("kl3", True), ("kl4", True), ("kl1", False)])
-def test_without_any_reward_the_policy_moves_to_the_teacher(tiny_models, teacher, world, estimator, teaches):
-    """The expected gradient, exactly: all 512 next tokens of a prompt, each as often as the policy says. k2 and k4
-    have the gradient of the KL, k3 that of the KL the other way round, k1 none."""
-    args = make_args(tiny_models(), *TEACH, "--ref_model_name_or_path", teacher)
-    policy = grpo.load_policy(args, world)
-    ref = grpo.load_policy(args.of_reference(), world, frozen=True)
-    prompt = utils.Prompt(0, (5, 6, 7), "", ("1",), ("gsm8k",))
-    rows = [[[grpo.Rollout(prompt, 0, i, [i], [0.0], [True], [0], "stop")]] for i in range(512)]
-    batch = grpo.make_batch(rows, world.device)
-    with torch.no_grad():
-        batch.ref_logprobs = ref(batch, args.temperature)[0]
-    new, _ = policy(batch, args.temperature)
-    old = new.detach()
-    theirs = batch.ref_logprobs
-    kls = grpo.kl_estimates(new, theirs, (new - old).exp())
-    (weight,) = (p for n, p in policy.named_parameters() if n.endswith("layers.1.mlp.down_proj.weight"))
-    (got,) = torch.autograd.grad((old.exp() * kls[grpo.KL_ESTIMATORS[estimator]]).sum(), weight, retain_graph=True)
-    forward = -(theirs.exp() * new).sum()
-    reverse = (new.exp() * (new - theirs)).sum()
-    (want,) = torch.autograd.grad(forward if estimator == "kl3" else reverse, weight, retain_graph=True)
-    got = utils.shard_of(got)
-    want = utils.shard_of(want)
-    assert (got - want * teaches).norm() < 2e-5 * want.norm()
-
-
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_frozen_reference_lies_in_compute_dtype_and_computes_the_same(tiny_models, world, stage):
     """bfloat16: rounded at the start or at each gather, the logprobs are the same bits."""
@@ -102,20 +76,16 @@ def test_a_frozen_reference_lies_in_compute_dtype_and_computes_the_same(tiny_mod
 def test_the_same_vocabulary_token_by_token(tiny_models, teacher, tmp_path):
     args = make_args(tiny_models(), *TEACH, "--ref_model_name_or_path", teacher)
     plan.check_models(args, [])
-    shutil.copytree(teacher, tmp_path / "other")
-    path = tmp_path / "other" / "tokenizer.json"
-    text = json.loads(path.read_text())
+    other = shutil.copytree(teacher, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] - 1}))
+    args = replace(args, ref_model_name_or_path=str(other))
+    with pytest.raises(utils.UserError, match="token 511 "):
+        plan.check_models(args, [])
+    text = json.loads((other / "tokenizer.json").read_text())
     vocabulary = text["model"]["vocab"]
     words = {i: word for word, i in vocabulary.items()}
-    assert len(words) > 300
-    vocabulary[words[300]] = 299
-    vocabulary[words[299]] = 300
-    path.write_text(json.dumps(text))
-    other = replace(args, ref_model_name_or_path=str(tmp_path / "other"))
+    vocabulary |= {words[300]: 299, words[299]: 300}
+    (other / "tokenizer.json").write_text(json.dumps(text))
     with pytest.raises(utils.UserError, match="^--ref_model_name_or_path .*/other: token 299 "):
-        plan.check_models(other, [])
-    config = json.loads((teacher / "config.json").read_text())
-    shutil.copytree(teacher, tmp_path / "small")
-    (tmp_path / "small" / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] - 1}))
-    with pytest.raises(utils.UserError, match="token 511 "):
-        plan.check_models(replace(args, ref_model_name_or_path=str(tmp_path / "small")), [])
+        plan.check_models(args, [])

@@ -1,6 +1,5 @@
 """What no formula shows: who hands which flag, number and group to whom. Stub engines, no vLLM."""
 
-import math
 import threading
 import types
 from concurrent.futures import Future
@@ -21,7 +20,8 @@ from tests.test_learner import make_args, make_rollouts
 
 
 class Answered:
-    """Engines that have answered everything when they are asked, prompt i with the text texts[i % len(texts)]."""
+    """Engines that have answered everything when they are asked, prompt i with the text texts[i % len(texts)], or with
+    what `say` is replaced by."""
 
     def __init__(self, *texts, engines=2):
         self.texts, self.eos_ids, self.changed = texts, [0], threading.Condition()
@@ -35,9 +35,12 @@ class Answered:
 
     def submit(self, requests, index=None):
         self.messages.append((index, [name for name, *_ in requests]))
-        for _, request, finished in requests:
-            text = self.texts[request.prompt_ids[0] % len(self.texts)]
+        for name, request, finished in requests:
+            text = self.say(name, request.prompt_ids[0])
             finished(utils.Generation([ord(c) for c in text], [-1.0] * len(text), "stop", [0] * len(text)))
+
+    def say(self, name, prompt):
+        return self.texts[prompt % len(self.texts)]
 
     def wait_for(self, condition, what):
         assert condition(), f"would wait for {what}"
@@ -103,13 +106,7 @@ def test_active_sampling_admits_what_steps_will_take_and_what_is_too_old_expires
     """Steps took 8 groups for 2 with a gradient; then every group has one. By hand: 2 x 8 - sqrt(2 x 8 x 3) = 9.07."""
     state = grpo.start_state() | {"taken": (8,) * 8}
     collector = make_collector("7", flags="--async_steps 1 --active_sampling", state=state)
-
-    def submit(requests, index=None):
-        for name, _, finished in requests:
-            text = "7" if name.endswith("/0") else "1"
-            finished(utils.Generation([ord(text)], [-1.0], "stop", [0]))
-
-    collector.engines.submit = submit
+    collector.engines.say = lambda name, _: "7" if name.endswith("/0") else "1"
     collector.engines_have(0)
     assert collector.admitted == 9
     first, second = collector._collect(), collector._collect()
@@ -145,31 +142,14 @@ def test_a_rollout_of_a_checkpoint_is_as_old_as_its_oldest_token():
     assert [group[0].position for group in collector._collect().expired] == [10]
 
 
-@pytest.mark.parametrize("groups, trained, lengths", [
-    ([["1", "2"], ["7", "7"]], 0, []),  # nothing survives
-    ([["1", "7"], ["7", "7"]], 1, [1, 1]),  # one group does
-    ([["1", "7"], ["is 7", "x" * 64]], 2, [1, 1, 4, 64]),  # one response as long as may be
-    ([["", "7"], ["1", "1"]], 1, [1]),  # an empty response is no row, yet it counted in the mean
-])  # fmt: skip
-def test_what_is_trained_on_and_what_is_filtered(groups, trained, lengths):
+def test_the_collector_asks_the_sampler_of_a_fork(monkeypatch):
+    def next_group(prompts, position, sampler, args):
+        return grpo.new_group(prompts[7 - position], position, position + 1)
+
+    monkeypatch.setattr(grpo, "next_group", next_group)
     collector = make_collector("7")
-
-    def submit(requests, index=None):
-        for name, _, finished in requests:
-            group, sample = map(int, name.split("/"))
-            ids = [ord(c) for c in groups[group][sample]]
-            finished(utils.Generation(ids, [-1.0] * len(ids), "stop", [0] * len(ids)))
-
-    collector.engines.submit = submit
     collector.engines_have(0)
-    step = collector._collect()
-    assert len(step.groups) == 2 and sum(map(len, step.sampled)) == 4
-    ((packs,),) = step.shares
-    rollouts = [r for pack in packs for piece in pack for r in piece]
-    assert sorted(len(r.token_ids) for r in rollouts) == lengths
-    counts = collector.account(step)
-    assert (counts["batch/groups_trained"], counts["batch/groups_filtered"]) == (trained, 2 - trained)
-    assert counts["batch/groups_started"] == 2 and counts["batch/groups_in_flight"] == 0
+    assert [(len(group), group[0].prompt.index) for group in collector._collect().sampled] == [(1, 7), (2, 6)]
 
 
 def test_data_without_any_gradient_end_a_step_after_ten_rounds():
@@ -184,6 +164,7 @@ def test_data_without_any_gradient_end_a_step_after_ten_rounds():
     ("--async_steps 0 --active_sampling", (9, 9), 2),
     ("--async_steps 3 --active_sampling", (), 8),
     ("--async_steps 3 --active_sampling", (2, 2, 2), 8),  # every group has a gradient
+    ("--async_steps 1 --active_sampling", (2, 3), 4),  # 5 - sqrt(5 x 1/4) is less than without the flag
     ("--async_steps 3 --active_sampling", (4, 4), 12),  # 16 - sqrt(4 x 4 x 1)
 ])  # fmt: skip
 def test_groups_ahead(flags, taken, ahead):
@@ -191,23 +172,31 @@ def test_groups_ahead(flags, taken, ahead):
     assert grpo_fast.groups_ahead(args, taken) == ahead
 
 
-def test_a_token_older_than_the_bound_ends_the_run():
-    """The bound is what README says of --async_steps: a defect of the admission must not be trained on in silence."""
+def test_staleness_is_that_of_the_policys_own_tokens_and_bounded():
+    """Step 4 trains weights of update 3. Tokens of versions 2 and 3 are one and no updates old, an answer's none, and
+    replayed ones, of version -1, too. A token older than async_steps is a defect of the admission and ends the run."""
     args = utils.parse_args(grpo.Args, "--model_name_or_path x --async_steps 1".split())
     prompt = utils.Prompt(0, (0, 1), "", ("7",), ("gsm8k",))
-    r = utils.Rollout(prompt, 0, 0)
+    r, replayed = [utils.Rollout(prompt, 0, j) for j in range(2)]
     r.append(utils.Generation([5, 6], [-1.0, -1.0], "stop", [2, 3]))
-    grpo_fast.note_staleness([[[[r]]]], 4, args, utils.Metrics())
+    r.append_answer([8, 8])
+    replayed.append(utils.Generation([5], [-1.0], "stop", [-1]))
+    metrics = utils.Metrics()
+    grpo_fast.note_staleness([[[[r, replayed]]]], 4, args, metrics)
+    found = metrics.reduce(utils.World(0, 0, 1, torch.device("cpu")))
+    assert found["val/num_steps_off_policy"] == 0.5
+    assert (found["val/model_step_min"], found["val/model_step"], found["val/model_step_max"]) == (2, 2.5, 3)
+    grpo_fast.note_staleness([[[[replayed]]]], 9, args, metrics)
     assert not utils.STOP.because
-    grpo_fast.note_staleness([[[[r]]]], 5, args, utils.Metrics())
+    grpo_fast.note_staleness([[[[r]]]], 5, args, metrics)
     assert "step 5 has tokens 2 updates old" in utils.STOP.because
 
 
 def test_without_asynchrony_the_batches_of_an_engine_do_not_depend_on_arrival():
     """One message for each engine holds all its requests; the transformers engine answers it before it reads on."""
-    collector = make_collector("1")
+    collector = make_collector("1", flags="--num_unique_prompts_rollout 3")
     collector.engines_have(0)
-    assert collector.engines.messages == [(0, ["0/0", "0/1"]), (1, ["1/0", "1/1"])]
+    assert collector.engines.messages == [(0, ["0/0", "0/1", "2/0", "2/1"]), (1, ["1/0", "1/1"])]
     later = make_collector("1", flags="--async_steps 1")
     later.engines_have(0)
     assert [index for index, _ in later.engines.messages] == [None] * 4  # who has least to do
@@ -236,13 +225,12 @@ def test_an_evaluation_and_the_next_rollouts_share_no_batch_in_a_fixed_order(fla
     assert len(collector.engines.messages) > asked
 
 
-def test_requests_of_an_evaluation_are_shared_out_whatever_else_runs(monkeypatch):
-    engines = object.__new__(grpo_fast.Engines)
-    engines.connections, sent = [None] * 2, []
-    monkeypatch.setattr(engines, "submit", lambda r, i=None: sent.append((i, [q for _, q, _ in r])), raising=False)
-    monkeypatch.setattr(engines, "take", lambda names: 0.0, raising=False)
-    engines.generate(list(range(21)), lambda i, made: None)
-    assert sent == [(0, list(range(0, 21, 2))), (1, list(range(1, 21, 2)))]
+def test_requests_of_an_evaluation_are_shared_out_whatever_else_runs():
+    sent = []
+    engines: Any = types.SimpleNamespace(connections=[None] * 2, take=len)
+    engines.submit = lambda named, index=None: sent.append((index, [request for _, request, _ in named]))
+    grpo_fast.Engines.generate(engines, list(range(5)), lambda i, made: None)
+    assert sent == [(0, [0, 2, 4]), (1, [1, 3])]
 
 
 @pytest.mark.parametrize("steps, kept", [(0, []), (1, [2, 3])])
@@ -343,13 +331,18 @@ def test_neighbours_get_the_same_packs(world, monkeypatch):
     assert [part[0] for part in told] == [[m[i] for m in sizes] for i in (0, 0, 1, 1)]
 
 
+def real_engines(sent, flags=""):
+    """grpo_fast.Engines of one engine that never answers and appends what it is told to `sent`."""
+    connection = types.SimpleNamespace(recv=threading.Event().wait, send=sent.append)
+    args = utils.parse_args(grpo.Args, f"--model_name_or_path x {flags}".split())
+    return grpo_fast.Engines([connection], types.SimpleNamespace(beat=lambda: None), None, [], args)
+
+
 def test_turns_of_a_round_start_together_and_others_at_once():
     """With --deterministic no batch may depend on when an answer comes."""
     for flags, starts in (("", [["b"], ["a"]]), ("--deterministic", [["a", "b"]])):
-        line = f"--model_name_or_path x --tools calculator {flags}"
-        sent, beats = [], types.SimpleNamespace(beat=lambda: None)
-        connection = types.SimpleNamespace(recv=threading.Event().wait, send=sent.append)  # no message ever comes
-        engines = grpo_fast.Engines([connection], beats, None, [], utils.parse_args(grpo.Args, line.split()))
+        sent = []
+        engines = real_engines(sent, f"--tools calculator {flags}")
         answers = {name: Future() for name in "abc"}
         first = utils.Request((1,), 0, 1.0, 1)
         engines.submit([grpo_fast.NamedRequest(name, first, lambda made, a=a: a) for name, a in answers.items()])
@@ -363,9 +356,7 @@ def test_turns_of_a_round_start_together_and_others_at_once():
 
 def test_an_error_of_a_fork_in_a_response_shows_its_line(capsys):
     """The learner waits for the response, and once ended with the words alone."""
-    beats = types.SimpleNamespace(beat=lambda: None)
-    connection = types.SimpleNamespace(recv=threading.Event().wait, send=lambda message: None)
-    engines = grpo_fast.Engines([connection], beats, None, [], utils.parse_args(grpo.Args, ["--model_name_or_path=x"]))
+    engines = real_engines([])
     engines.submit([grpo_fast.NamedRequest("a", utils.Request((1,), 0, 1.0, 1), lambda made: 1 / 0)])
     engines._ended("a", 0, utils.Generation([5], [0.0], "stop", [0]))
     assert "test_wiring.py" in capsys.readouterr().err
@@ -377,17 +368,7 @@ def test_an_error_of_a_fork_in_a_response_shows_its_line(capsys):
 def test_active_sampling_without_asynchrony_takes_whole_rounds_as_grpo_py_does(steps, cursor, started):
     """Else the rest of a round would train one update late; with asynchrony it may, and is not wasted."""
     collector = make_collector("7", prompts=1, flags=f"--active_sampling --async_steps {steps}")
-    groups = iter([["7", "7"], ["1", "7"], ["1", "7"], ["7", "1"]])
-
-    def submit(requests, index=None):
-        by_group = {}
-        for name, _, finished in requests:
-            by_group.setdefault(name.split("/")[0], []).append(finished)
-        for calls in by_group.values():
-            for call, text in zip(calls, next(groups), strict=True):
-                call(utils.Generation([ord(text)], [-1.0], "stop", [0]))
-
-    collector.engines.submit, collector.engines.connections = submit, [None]
+    collector.engines.say = lambda name, _: {"0": "77", "3": "71"}.get(name[0], "17")[int(name[-1])]
     collector.engines_have(0)
     data = collector._collect()
     assert [g[0].position for g in data.groups] == [1, 2]
@@ -397,46 +378,20 @@ def test_active_sampling_without_asynchrony_takes_whole_rounds_as_grpo_py_does(s
 # --- From the flags to the loss ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sequence_level", [True, False])
-def test_rho_on_its_bounds_is_kept(sequence_level):
-    zeros, ids = torch.zeros(1, 3), torch.zeros(1, 3, dtype=torch.long)
-    flags = grpo.GRPOFlags(rho_mask_lower_bound=1.0, rho_mask_upper_bound=1.0, rho_mask_sequence_level=sequence_level)
-    batch = grpo.Batch(ids, ids, torch.ones(1, 3, dtype=torch.bool), ids, zeros, zeros, old_logprobs=zeros)
-    weights = grpo.importance_weights(batch.loss_inputs(zeros, zeros), flags)
-    assert weights.tolist() == [[1.0] * 3]
-
-
-def make_batches(world, args, parts):
-    return [grpo.micro_batches(grpo.pack_rollouts(part, "rows", 64)[0], "rows", args, world.device) for part in parts]
-
-
 @pytest.mark.parametrize("parts", [1, 2])
 def test_gradients_are_reduced_after_the_last_micro_batch_only(tiny_models, world, monkeypatch, parts):
     """Also one that holds nothing, of a rank that has fewer of them than another."""
     seen = []
     monkeypatch.setattr(utils, "gradient_sync", lambda policy, args, last: seen.append(last))
     monkeypatch.setattr(utils, "all_reduce", lambda values, *more: [v + (len(more) > 1) for v in values])  # MAX: + 1
-    args, rollouts = make_args(tiny_models(), "--per_device_train_batch_size", 2), make_rollouts(groups=2)
-    policy = grpo.load_policy(args, world)
-    batches = make_batches(world, args, [rollouts] if parts == 1 else [rollouts[:4], rollouts[4:]])
-    assert [len(m) for m in batches] == ([3] if parts == 1 else [2, 1])
-    grpo.update(grpo.Learner(policy, None, *grpo.make_optimizer(policy, args)), batches, args, world, utils.Metrics())
+    args = make_args(tiny_models(), "--per_device_train_batch_size", 2)
+    rollouts = make_rollouts(groups=2)
+    batches = []
+    for part in [rollouts] if parts == 1 else [rollouts[:4], rollouts[4:]]:
+        (packs,) = grpo.pack_rollouts(part, "rows", 64)
+        batches.append(grpo.micro_batches(packs, "rows", args, world.device))
+    grpo.update(grpo.load_learner(args, world), batches, args, world, utils.Metrics())
     assert seen == ([False] * 3 + [True] if parts == 1 else [False, False, True, False, True])
-
-
-def test_penalties_reach_scores_and_scores_reach_advantages():
-    """Right and short; right and 4 tokens into the buffer of 8 before 16; cut."""
-    flags = dict(response_length=16, overlong_buffer_length=8, non_stop_penalty=True)
-    args = grpo.Args(advantage_normalization_type="centered", non_stop_penalty_value=-3.0, **flags)
-    prompt, group = utils.Prompt(0, (5, 6), "", ("7",), ("gsm8k",)), []
-    for sample, (tokens, why) in enumerate([(4, "stop"), (12, "stop"), (16, "length")]):
-        group.append(grpo.Rollout(prompt, 0, sample))
-        group[-1].append(utils.Generation([9] * tokens, [-1.0] * tokens, why, [0] * tokens))
-        group[-1].scoring = [grpo.rewards.submit(grpo.rewards.RewardRecord("7", "7", "gsm8k"))]
-    assert grpo.score_group(group, args)
-    grpo.set_advantages([group], args)
-    assert [(r.outcome, r.score) for r in group] == [(10.0, 10.0), (10.0, 9.5), (-3.0, -4.0)]
-    assert [r.advantage for r in group] == pytest.approx([10 - 15.5 / 3, 9.5 - 15.5 / 3, -4 - 15.5 / 3])
 
 
 @pytest.mark.parametrize("flags, given, each", [("--async_steps 0", 3, 3), ("", 3, 1), ("--vllm_num_engines 3", 8, 2)])
@@ -494,140 +449,84 @@ def test_what_is_asked_for_in_training_and_in_evaluation():
 # --- Sampling on several ranks ----------------------------------------------------------------------------------------
 
 
-class Both:
-    """Two ranks' worlds in one process: what the other rank says is given."""
+@pytest.fixture
+def other(monkeypatch):
+    """The other one of two ranks: in how many rounds it lacks groups, and what it saw."""
+    found = types.SimpleNamespace(lacks=0, seen=[])
 
-    def __init__(self, monkeypatch, other_lacks=(), other_seen=()):
-        self.lacks = list(other_lacks)
-        monkeypatch.setattr(utils, "all_reduce", lambda v, *_: [v[0] + (self.lacks.pop(0) if self.lacks else 0.0)])
-        monkeypatch.setattr(utils, "all_gather", lambda x, *_: [x, list(other_seen)])
+    def all_reduce(values, world):
+        found.lacks -= 1
+        return [values[0] + (found.lacks >= 0)]
+
+    monkeypatch.setattr(utils, "all_reduce", all_reduce)
+    monkeypatch.setattr(utils, "all_gather", lambda mine, world: [mine, found.seen])
+    return found
 
 
-def sample(rank, state, *flags, size=2, prompts=12):
-    """(positions chosen, positions sampled, prompt indices) of a rank's part of a step of 4 prompts x 2 samples. The
-    prompts' labels decide: of index 0, 3, 6, ... all responses are right, of 1, 4, ... none, else the first."""
-    names = "--model_name_or_path x --num_unique_prompts_rollout 4 --num_samples_per_prompt_rollout 2".split()
-    args = utils.parse_args(grpo.Args, [*names, *flags])
-    data = [utils.Prompt(i, (i,), "", ("7",), ("gsm8k",)) for i in range(prompts)]
+def sample(state, *flags):
+    """(positions chosen, positions sampled, prompt indices) of rank 0's part of a step of 4 prompts x 2 samples on two
+    ranks. Of prompts 0, 3, 6, ... all responses are right, of 1, 4, ... none, else the first."""
 
     def generate(requests, finished):
         for i, asked in enumerate(requests):
             text = {0: "7", 1: "1", 2: "17"[i % 2]}[asked.prompt_ids[0] % 3]
             finished(i, utils.Generation([ord(text)], [-1.0], "stop", [0]))
 
-    tokenizer = types.SimpleNamespace(decode=lambda ids, **_: "".join(map(chr, ids)))
-    engine = types.SimpleNamespace(generate=generate, tokenizer=tokenizer, eos_ids=[0])
-    world = utils.World(rank, rank, size, torch.device("cpu"))
-    run = types.SimpleNamespace(engine=engine, train_prompts=data, state=state, args=args, world=world)
+    line = "--model_name_or_path x --num_unique_prompts_rollout 4 --num_samples_per_prompt_rollout 2"
+    args = utils.parse_args(grpo.Args, [*line.split(), *flags])
+    data = [utils.Prompt(i, (i,), "", ("7",), ("gsm8k",)) for i in range(12)]
+    engine = types.SimpleNamespace(generate=generate, tokenizer=Answered().tokenizer, eos_ids=[0])
+    world = utils.World(0, 0, 2, torch.device("cpu"))
+    run: Any = types.SimpleNamespace(engine=engine, train_prompts=data, state=state, args=args, world=world)
     chosen, sampled = grpo.sample_groups(run, utils.Timer())
     return *([g[0].position for g in groups] for groups in (chosen, sampled)), [g[0].prompt.index for g in sampled]
 
 
-def test_ranks_take_turns_in_the_stream(monkeypatch):
-    Both(monkeypatch)
-    for rank in (0, 1):
-        state = grpo.start_state()
-        assert sample(rank, state)[0] == [rank, rank + 2]
-        assert state["cursor"] == 4
-        assert sample(rank, state)[0] == [rank + 4, rank + 6]
-        assert state["cursor"] == 8
-    assert sample(0, grpo.start_state(), size=1)[0] == [0, 1, 2, 3]
-
-
-def test_prompts_come_as_they_are_without_shuffling(monkeypatch):
-    Both(monkeypatch)
-    assert sample(1, grpo.start_state(), "--no_shuffle", prompts=6)[2] == [1, 3]
-    collector = make_collector("7", flags="--no_shuffle --async_steps 1")
-    collector.engines_have(0)
-    assert prompts_of(collector) == {0: 0, 1: 1, 2: 2, 3: 3}
-
-
-def test_active_sampling_goes_on_while_any_rank_lacks_groups(monkeypatch):
+def test_active_sampling_goes_on_while_any_rank_lacks_groups(other):
     """As many rounds on both, since cursors must agree; what is too much on one is dropped."""
     state = grpo.start_state()
-    Both(monkeypatch, other_lacks=[1.0] * 6)
-    chosen, sampled, indices = sample(0, state, "--active_sampling")
-    assert len(sampled) == 7 * 2 and state["cursor"] == 7 * 4
-    assert chosen == [p for p, i in zip(sampled, indices, strict=True) if i % 3 == 2][:2]
-    Both(monkeypatch, other_lacks=[1.0] * 99)
+    other.lacks = 6
+    chosen, sampled, indices = sample(state, "--active_sampling", "--no_shuffle")
+    assert indices == [p % 12 for p in sampled] and len(sampled) == 7 * 2 and state["cursor"] == 7 * 4
+    assert chosen == [2, 8]
+    other.lacks = 99
+    assert len(sample(grpo.start_state(), "--active_sampling")[1]) == grpo.MAX_SAMPLING_ROUNDS * 2
+
+
+def test_exclusions_of_all_ranks_are_kept_and_used(other):
     state = grpo.start_state()
-    assert len(sample(0, state, "--active_sampling")[1]) == grpo.MAX_SAMPLING_ROUNDS * 2
-
-
-def test_exclusions_of_all_ranks_are_kept_and_used(monkeypatch):
-    state, rate = grpo.start_state(), ["--no_resampling_pass_rate", "1.0"]
-    Both(monkeypatch, other_seen=[grpo.Seen(1, 2, [10.0, 10.0], 10.0)])
-    seen = set()
+    other.seen = [grpo.Seen(1, 2, [10.0, 10.0], 10.0)]
     for _ in range(6):  # two epochs of 12 prompts, half of each
         before = state["sampler"]["excluded"]
-        _, positions, indices = sample(0, state, *rate)
+        indices = sample(state, "--no_resampling_pass_rate", "1.0")[2]
         assert not before & set(indices)
         assert state["sampler"]["excluded"] == before | {2} | {i for i in indices if i % 3 == 0}
-        seen |= set(indices)
-    assert state["sampler"]["excluded"] == {0, 2, 9} and len(seen) > 6
-    off = grpo.start_state()
-    monkeypatch.setattr(utils, "all_gather", lambda x, *_: [x])
-    sample(0, off)
-    assert off["sampler"]["excluded"] == set()
+    assert state["sampler"]["excluded"] == {0, 2, 9}
+
+
+# --- Starts and ends --------------------------------------------------------------------------------------------------
 
 
 def test_the_model_is_saved_before_engines_are_waited_for(monkeypatch, tmp_path):
     """An engine that dies after the last step costs no model."""
     order = []
-
-    def stop(version):
-        order.append(f"engines with {version}")
-        raise RuntimeError("engine 0 is gone")
-
     monkeypatch.setattr(utils, "save_model", lambda *_: order.append("model"))
-    run: Any = types.SimpleNamespace(
-        args=grpo.Args(total_episodes=64),  # one step
-        run_dir=tmp_path,
-        world=utils.World(0, 0, 1, torch.device("cpu")),
-        tokenizer=None,
-        learner=types.SimpleNamespace(policy=None),
-        state={"step": 1},
-        checkpoints=types.SimpleNamespace(wait=lambda: order.append("checkpoint")),
-        logger=types.SimpleNamespace(close=lambda: None),
-        engine=types.SimpleNamespace(stop=stop),
-    )
+    run: Any = mock.MagicMock(args=grpo.Args(total_episodes=64), run_dir=tmp_path, state={"step": 1})  # one step
+    run.checkpoints.wait = lambda: order.append("checkpoint")
+    run.engine.stop.side_effect = RuntimeError("engine 0 is gone")
     with pytest.raises(RuntimeError, match="engine 0 is gone"):
         grpo.finish(run)
-    assert order == ["checkpoint", "model", "engines with 1"]
+    assert order == ["checkpoint", "model"]
 
 
-# --- Starts -----------------------------------------------------------------------------------------------------------
-
-
-ASKED = utils.Prompt(0, (1,), "", ("7",), ("gsm8k",))
-
-
-def evaluate(flags, group, world, patch, run_dir):
-    """grpo.evaluate of one prompt, whose responses are this group."""
-    patch.setattr(grpo, "sample_rollouts", lambda _, groups, *__: groups[0].__setitem__(slice(None), group))
-    args = utils.parse_args(grpo.Args, f"--model_name_or_path x {flags}".split())
-    run = types.SimpleNamespace(args=args, eval_world=world, eval_prompts=[ASKED], engine=object())
-    run.run_dir = run_dir
-    run.state = {"step": 0}
-    run.logger = mock.MagicMock()
-    return grpo.evaluate(run)
-
-
-def test_evaluation_has_penalties_of_its_own_length(world, monkeypatch, tmp_path):
+def test_evaluation_has_penalties_of_its_own_length(world, monkeypatch):
     """Five tokens of eight are not overlong; those of training's four would be."""
-    r = utils.Rollout(ASKED, 0, 0, [5] * 5, [-1.0] * 5, [True] * 5, finish_reason="stop")
-    flags = "--overlong_buffer_length 2 --response_length 4 --eval_response_length 8"
-    out = evaluate(flags, [r], world, monkeypatch, tmp_path)
+    prompt = utils.Prompt(0, (1,), "", ("7",), ("gsm8k",))
+    r = utils.Rollout(prompt, 0, 0, [5] * 5, [-1.0] * 5, [True] * 5, finish_reason="stop")
+    monkeypatch.setattr(grpo, "sample_rollouts", lambda _, groups, *__: groups[0].__setitem__(0, r))
+    args = grpo.Args(overlong_buffer_length=2, response_length=4, eval_response_length=8)
+    out = grpo.evaluate(mock.MagicMock(args=args, eval_world=world, eval_prompts=[prompt], state={"step": 0}))
     assert out["eval/scores"] == out["eval/objective/overlong_penalty"] == 0
-
-
-def test_a_missing_verdict_is_no_wrong_answer(world, monkeypatch, tmp_path):
-    """Of four samples two have no verdict: pass@1 is that of the others, pass@4 is not known."""
-    found = [1.0, math.nan, 0.0, math.nan]
-    group = [utils.Rollout(ASKED, 0, i, verifiable=x, score=x, outcome=x) for i, x in enumerate(found)]
-    monkeypatch.setattr(grpo, "score_rollouts", lambda *_: None)
-    out = evaluate("--eval_pass_at_k 4", group, world, monkeypatch, tmp_path)
-    assert {k: v for k, v in out.items() if "pass" in k} == {"eval/pass_at_1": 0.5, "eval/pass_at_2_unbiased": 1.0}
 
 
 def test_what_a_killed_run_left_is_removed_before_any_rank_writes_a_checkpoint(tmp_path, monkeypatch):

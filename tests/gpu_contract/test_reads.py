@@ -9,17 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
 import utils
+from tests.test_learner import make_rollouts
 
 # Operators whose result the host needs before it can go on: a number, or how long the result is
-READS = (
-    "_local_scalar_dense",
-    "nonzero",
-    "masked_select",
-    "_unique2",
-    "unique_dim",
-    "unique_consecutive",
-    "is_nonzero",
-)
+READS = "_local_scalar_dense nonzero masked_select _unique2 unique_dim unique_consecutive is_nonzero".split()
 
 
 class Reads(TorchDispatchMode):
@@ -33,8 +26,7 @@ class Reads(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         indices = [i for x in args if isinstance(x, (list, tuple)) for i in x if isinstance(i, torch.Tensor)]
         with_mask = name.startswith("index") and any(i.dtype == torch.bool for i in indices)
-        if name in READS or with_mask:
-            self.found[f"{name} with a mask" if with_mask else name] += 1
+        self.found[name] += name in READS or with_mask
         return func(*args, **(kwargs or {}))
 
 
@@ -51,17 +43,6 @@ class Lists(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def make_group(position):
-    """Two rollouts of a prompt that have gradients."""
-    prompt = utils.Prompt(0, (5, 6, 7), "", (), ())
-    group = []
-    for i in (0, 1):
-        ids = [11 + 2 * position + i, 12, 13]
-        more = {"finish_reason": "stop", "advantage": 1.0 - i}
-        group.append(utils.Rollout(prompt, position, i, ids, [-2.0] * 3, [True] * 3, [0] * 3, **more))
-    return group
-
-
 FLAGS = ["--entropy_coef 0.01 --loss_denominator sequence --num_epochs 2 --beta 0.1"]
 FLAGS += ["--loss_fn gspo --beta 0.1 --rho_mask_sequence_level --rho_mask_upper_bound 2"]
 
@@ -73,10 +54,11 @@ def test_an_update_reads_little(tiny_models, world, monkeypatch, flags):
     line = f"--model_name_or_path {tiny_models()} --model_dtype float32 --max_logprob_gap 0 --total_episodes 64 {flags}"
     args = utils.parse_args(grpo.Args, line.split())
     learner = grpo.load_learner(args, world)
+    rollouts = make_rollouts(groups=5)
     monkeypatch.setattr(utils, "all_reduce", lambda values, world, op=None: [float(x) for x in values])  # on the host
 
     def update(count):
-        batches = [grpo.make_batch([[make_group(i)]], world.device) for i in range(count)]
+        batches = [grpo.make_batch([[rollouts[3 * i : 3 * i + 3]]], world.device) for i in range(count)]
         metrics, reads = utils.Metrics(), Reads()
         with Lists(reads.found), reads:
             grpo.update(learner, [batches], args, world, metrics)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import grpo
 import grpo_fast
 import utils
 
@@ -34,18 +35,12 @@ class Group:
 @pytest.fixture
 def engines():
     """Learner 0's side of two engines, whose other ends are `ends`."""
-    made: Any = object.__new__(grpo_fast.Engines)
     pipes = [Pipe() for _ in range(2)]
-    made.connections, made.ends = [ours for ours, _ in pipes], [theirs for _, theirs in pipes]
-    made.changed, made.dead = threading.Condition(), None
-    made.gone = 0
-    made.locks, made.clocks = [threading.Lock() for _ in pipes], [grpo_fast.Clock() for _ in pipes]
-    made.finished, made.on_end, made.owner, made.loads = {}, {}, {}, [0, 0]
-    made.rounds, made.wakes_for_each = None, False
-    made.loaded, made.ready, made.group = {}, 0, Group(made)
-    made.watchdog = types.SimpleNamespace(beat=lambda: None)
-    for i in range(2):
-        threading.Thread(target=made._receive, args=(i,), daemon=True).start()
+    watchdog = types.SimpleNamespace(beat=lambda: None)
+    args = utils.parse_args(grpo.Args, ["--model_name_or_path=x"])
+    made: Any = grpo_fast.Engines([ours for ours, _ in pipes], watchdog, None, [], args)
+    made.ends = [theirs for _, theirs in pipes]
+    made.group = Group(made)
     return made
 
 
@@ -99,9 +94,8 @@ def gather(sender, alive):
 
 @pytest.mark.parametrize("inflight", [False, True])
 def test_a_broadcast_waits_for_every_engine_and_no_learner_for_a_drain(engines, monkeypatch, inflight):
-    monkeypatch.setattr(
-        grpo_fast.Sender, "_to_host", lambda self, bucket: grpo_fast.Bucket(bucket.values.clone())
-    )  # as on a GPU
+    # as on a GPU
+    monkeypatch.setattr(grpo_fast.Sender, "_to_host", lambda self, bucket: grpo_fast.Bucket(bucket.values.clone()))
     one, other = (Engine(engines, i, inflight) for i in range(2))
     sender, alive = grpo_fast.Sender(engines, engines.group, torch.device("cpu")), weakref.WeakSet()
     one.drained.set()  # and the other still decodes
@@ -127,7 +121,7 @@ def test_a_dead_engine_ends_the_wait(engines):
     """The queue is bounded: a learner must not wait for room in it, and hears of the death where it waits."""
     sender = grpo_fast.Sender(engines, engines.group, torch.device("cpu"))
     engines.ends[0].close()
-    while engines.dead is None:  # it is its own thread that finds out
+    while not engines.dead:  # it is its own thread that finds out
         time.sleep(0.001)
     for _ in range(2):
         gather(sender, weakref.WeakSet())

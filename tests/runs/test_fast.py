@@ -1,6 +1,5 @@
 """Whole runs of grpo_fast.py: real engines in their own processes, real weight broadcasts, real kills."""
 
-import dataclasses
 import math
 import os
 import random
@@ -96,6 +95,7 @@ def test_staleness_is_bounded_and_nothing_is_lost(tiny_models, data, tmp_path): 
     names = [(r["position"], r["sample"]) for r in rows]
     assert sorted(names) == [(p, s) for p in range(128) for s in range(8)]
     for r in rows:
+        assert r["position"] // 8 == r["training_step"] - 1, "a long response waits for no later step"
         lags = [r["training_step"] - 1 - v for v in r["versions"]]
         assert 0 <= min(lags) and max(lags) <= 2, "a rollout is older than async_steps updates"
         assert lags == sorted(lags, reverse=True) and len(lags) == len(r["token_ids"])
@@ -203,21 +203,6 @@ def test_an_engine_of_two_ranks_agrees_with_the_learner(tiny_models, data, tmp_p
     assert all(r["debug/vllm_vs_local_logprob_diff_max"] < 1e-4 for r in rows)
 
 
-def test_responses_are_as_long_as_in_a_synchronous_run(tiny_models, data, tmp_path):  # noqa: F811
-    """With a learning rate of 0 asynchrony may change nothing: every rollout of the synchronous run is there, of the
-    same length, at the same step. Finishing early is no advantage."""
-    flags = "--total_episodes 320 --learning_rate 0 --stop_strings a e --response_length 16 --save_traces --seed 5 "
-    found = []
-    for script, more in (("grpo.py", ""), ("grpo_fast.py", "--async_steps 2 --inflight_updates --vllm_num_engines 2")):
-        run(script, tiny_models(), data, tmp_path, f"--exp_name {script[:-3]} {flags} {more} {TRANSFORMERS}")
-        rows = read(tmp_path / script[:-3] / "rollouts.jsonl")
-        found.append({(r["position"], r["sample"]): (r["training_step"], len(r["token_ids"])) for r in rows})
-    assert len(found[0]) == 320 and len({n for _, n in found[0].values()}) > 10, "all of one length show nothing"
-    assert found[0].keys() == found[1].keys()
-    same = sum(found[0][key] == found[1][key] for key in found[0])
-    assert same >= 0.99 * 320  # float32 sums differ with the batch, and now and then a sample with them
-
-
 @pytest.mark.house
 def test_a_stall_ends_the_run_with_stacks_and_outstanding_requests(tiny_models, data, tmp_path):  # noqa: F811
     flags = f"--exp_name x --total_episodes 6400000 --max_logprob_gap 0 --stall_timeout_s 12 {TRANSFORMERS} "
@@ -290,20 +275,6 @@ def test_roles():
         "learner 0", "learner 1", "engine 0", "engine 0", "learner 2", "engine 1", "engine 1"
     ]  # fmt: skip
     assert [r.tp_rank for r in roles] == [0, 0, 0, 1, 0, 0, 1]
-    with pytest.raises(utils.UserError, match="would span two nodes"):
-        grpo_fast.check_fast_args(dataclasses.replace(args, num_learners_per_node=[3, 1]), 8, 4)
-
-
-@pytest.mark.parametrize("flags, world, message", [
-    ("--num_learners_per_node 2 --vllm_num_engines 1", 4, "3 processes, but 4 ranks run"),
-    ("--vllm_num_engines 0", None, "a run needs a learner and an engine"),
-    ("--num_learners_per_node 1 1", 3, "is for 2 nodes, but 1 run"),
-    ("--vllm_tensor_parallel_size 2", 2, "x --vllm_tensor_parallel_size 2 = 3 processes, but 2 ranks run"),
-])  # fmt: skip
-def test_refusals(flags, world, message):
-    args = utils.parse_args(grpo.Args, ["--model_name_or_path", "x", *flags.split()])
-    with pytest.raises(utils.UserError, match=message):
-        grpo_fast.check_fast_args(args, world, world or 1)
 
 
 @pytest.mark.house
