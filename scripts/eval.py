@@ -188,15 +188,13 @@ def measures(evaluations: Sequence[Evaluation]) -> dict[str, Callable[[list[Row]
     return found | {"score": score}
 
 
-def with_interval(values: Sequence[float], share_of: int = 0) -> str:
-    """A mean over prompts as mean ± standard error [interval of 95 %]. `share_of`: how many responses it is a share of,
-    so that the interval stays between 0 and 1; 0 for what is no share."""
+def with_interval(values: Sequence[float], is_share: bool = False) -> str:
+    """A mean over prompts as mean ± standard error [interval of 95 %], which of a share stays between 0 and 1."""
     if len(values) < 2:
         return f"{values[0]:.3f}"
-    mean = intervals.mean_of_clusters(values, range(len(values)))
-    if share_of:
-        mean = intervals.share_of_clusters(mean.mean, mean.error, mean.n, share_of)
-    return f"{mean.mean:.3f} ± {mean.error:.3f} [{mean.low:.3f}, {mean.high:.3f}]"
+    found = intervals.mean_of(values)
+    interval = intervals.share_of(found.mean, found.n) if is_share else found
+    return f"{found.mean:.3f} ± {found.error:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
 
 
 def report(evaluations: Sequence[Evaluation]) -> str:
@@ -209,7 +207,7 @@ def report(evaluations: Sequence[Evaluation]) -> str:
         cells = []
         for name, value in found.items():
             values = list(evaluation.by_prompt(value).values())
-            cells.append(with_interval(values, 0 if name == "score" else len(own)))
+            cells.append(with_interval(values, is_share=name != "score"))
         tokens = sum(len(row["token_ids"]) for row in own) / len(own)
         ended = sum(row["finish_reason"] == "stop" for row in own) / len(own)
         counts = [str(len(evaluation.prompts)), str(len(own))]

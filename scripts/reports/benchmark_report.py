@@ -132,7 +132,7 @@ def values(run: Run, name: str, after: int = 0) -> list[float]:
 
 def last_accuracy(run: Run) -> intervals.Estimate | None:
     """The share of right responses of the last evaluation, with its interval over prompts."""
-    found = [intervals.held_out(row, run.args.get("eval_pass_at_k", 1)) for row in run.rows.values()]
+    found = [intervals.held_out(row) for row in run.rows.values()]
     return next((accuracy for accuracy in reversed(found) if accuracy), None)
 
 

@@ -60,7 +60,7 @@ def check_learning(rows: Rows, args: dict[str, Any]) -> Iterator[Check]:
         numbers = f"{scores.first:.3g} -> {scores.last:.3g}, a rise of {rise:.2g} with an error of {scores.error:.2g}"
         yield check("score", fine, numbers, "no rise of 2 standard errors, and not near the maximum")
 
-    evaluations = [intervals.held_out(row, args.get("eval_pass_at_k", 1)) for row in rows]
+    evaluations = [intervals.held_out(row) for row in rows]
     known = [evaluation for evaluation in evaluations if evaluation is not None]
     if len(known) > 1:
         first = known[0]

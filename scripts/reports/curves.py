@@ -16,7 +16,7 @@ if not __package__:  # run as a file: imports start at the root, from whatever d
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from scripts.reports import intervals
-from scripts.reports.common import CORRECT, GAP, parser, phases, pyplot, read_json, read_lines
+from scripts.reports.common import CORRECT, GAP, parser, phases, pyplot, read_lines
 
 HELD_OUT = f"eval/{CORRECT}"
 # title -> unit, then metric -> label
@@ -59,9 +59,9 @@ def draw_curves(axis: Any, rows: list[dict[str, Any]], labels: dict[str, str]) -
         axis.text(0.5, 0.5, "not recorded in this run", ha="center", transform=axis.transAxes)
 
 
-def shade_held_out(axis: Any, rows: list[dict[str, Any]], samples: int) -> None:
+def shade_held_out(axis: Any, rows: list[dict[str, Any]]) -> None:
     """The 95 % interval of each evaluation's share of correct responses, over its prompts."""
-    found = {row["training_step"]: intervals.held_out(row, samples) for row in rows}
+    found = {row["training_step"]: intervals.held_out(row) for row in rows}
     known = {step: accuracy for step, accuracy in found.items() if accuracy is not None}
     low = [accuracy.low for accuracy in known.values()]
     high = [accuracy.high for accuracy in known.values()]
@@ -100,7 +100,7 @@ def draw(run_dir: Path, path: Path) -> None:
     for axis, (name, (unit, labels)) in zip(panels, PANELS.items(), strict=True):
         axis.set(title=name, ylabel=unit, xlabel="training step")
         draw_curves(axis, rows, labels)
-    shade_held_out(panels[0], rows, read_json(run_dir / "args.json").get("eval_pass_at_k", 1))
+    shade_held_out(panels[0], rows)
     panels[0].set_ylim(-0.02, 1.02)
     gaps = [line.get_ydata() for line in panels[-1].lines]
     if gaps and all((gap > np.zeros(1)).all() for gap in gaps):
