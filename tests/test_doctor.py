@@ -43,8 +43,6 @@ def test_this_machine_has_all_that_is_needed(tmp_path):
     assert status == 0, said
     assert said["Python"].startswith("ok") and said["packages"].startswith("ok")
     assert said["vLLM"].startswith("ok sampled token")
-    if "GPU" not in said and sys.platform == "linux" and os.uname().machine == "x86_64":
-        assert said["OpenMP"].startswith("WARN") and "source scripts/setup.sh" in said["OpenMP"]
 
 
 def test_wrong_and_missing_pins_are_named(tmp_path, monkeypatch):
@@ -68,7 +66,7 @@ def test_nothing_installed_yet_says_so_and_installs_nothing(tmp_path):
     status, said = lines("bash", str(tmp_path / "scripts" / "setup.sh"), "--check", PYTHON="bare", PATH=path)
     assert status == 1
     assert said["packages"] == ("FAIL nothing of requirements-cpu.txt is installed yet fix: bash scripts/setup.sh")
-    assert said["Python"].startswith("ok") and "needed to install" in said["disk"] and "vLLM" not in said
+    assert said["Python"].startswith("ok") and "vLLM" not in said
     assert not (tmp_path / ".venv").exists()
 
     done = subprocess.run(["bash", str(tmp_path / "scripts" / "setup.sh"), "--chekc"], capture_output=True, text=True)

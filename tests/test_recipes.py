@@ -3,6 +3,7 @@ a GPU or a network, smoke runs. What the reference documents name: tests/documen
 """
 
 import csv
+import inspect
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import grpo
 import grpo_fast
 import rewards
 import utils
+from scripts.data import prepare as data
 from scripts.reports import benchmark_report, metrics
 from scripts.train.debug import smoke
 from tests import programs
@@ -160,7 +162,11 @@ def test_a_recipe_prints_its_plan_on_a_laptop(recipe, tmp_path, monkeypatch, cap
     told = subprocess.run(command, check=True, cwd=tmp_path, capture_output=True, text=True).stdout
     world_size, on_node, script, *flags = (tmp_path / "captured").read_bytes().decode().split("\0")[:-1]
     text = path.read_text()
-    assert told.count("python scripts/data/") == text.count("python scripts/data/")
+    made = re.findall(r"^first    python (scripts/data/\S+)(.*): left out", told, re.MULTILINE)
+    assert len(made) == text.count("python scripts/data/")
+    for maker, flags_of_data in made:
+        source = (REPO / maker).read_text() + inspect.getsource(data.parser)
+        assert all(f'"{flag}"' in source for flag in re.findall(r"--\w+", flags_of_data)), flags_of_data
 
     ranks = 8 * nodes_of(text) if "nproc_per_node 8" in text else 1
     assert (int(world_size), int(on_node)) == (ranks, min(ranks, 8))

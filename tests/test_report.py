@@ -14,7 +14,7 @@ import torch
 
 import utils
 from scripts.parts import dumps
-from scripts.reports import benchmark_report, checks, common, compare_runs, demo, metrics, report
+from scripts.reports import benchmark_report, checks, common, compare_runs, metrics, report
 from tests import programs
 from tests.conftest import REPO
 
@@ -445,15 +445,6 @@ def test_curves_of_a_run_under_way(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "<!-- a: 4 steps, 8 episodes -->" in (tmp_path / "a.svg").read_text()
     assert subprocess.run([*CURVES, tmp_path / "b"], capture_output=True).returncode == 2
-
-
-def test_the_picture_of_readme_has_both_arms_means(tmp_path):
-    """Both have the same model at the start; README has the ends."""
-    shown = demo.draw(tmp_path / "demo.svg")
-    assert [list(shares) for shares in shown.values()] == [[0, 4, 8, 12, 16]] * 2
-    ends = {arm: [round(shares[0], 2), round(shares[16], 2)] for arm, shares in shown.items()}
-    assert ends == {"labels": [0.31, 0.93], "majority": [0.31, 0.34]}
-    assert (tmp_path / "demo.svg").stat().st_size > 1000
 
 
 def test_a_drawing_that_fails_costs_the_picture_only(tmp_path, capsys, monkeypatch):

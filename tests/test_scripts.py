@@ -177,7 +177,7 @@ def test_a_full_disk_at_a_resume_costs_no_run(tmp_path, monkeypatch):
 
 # Programs that do their work without arguments
 BARE = """data/competition_math data/get_smollm2 data/gsm8k data/make_addition data/make_guess data/make_largest
-    data/make_products data/make_tasks doctor families parts/sandbox reports/demo reports/metrics""".split()
+    data/make_products data/make_tasks doctor families parts/sandbox reports/metrics""".split()
 
 
 def files_that_run():
