@@ -168,11 +168,11 @@ def test_a_recipe_prints_its_plan_on_a_laptop(recipe, tmp_path, monkeypatch, cap
         source = (REPO / maker).read_text() + inspect.getsource(data.parser)
         assert all(f'"{flag}"' in source for flag in re.findall(r"--\w+", flags_of_data)), flags_of_data
 
-    ranks = 8 * nodes_of(text) if "nproc_per_node 8" in text else 1
+    ranks = 8 * nodes_of(text) if "on_all_nodes" in text or "nproc_per_node 8" in text else 1
     assert (int(world_size), int(on_node)) == (ranks, min(ranks, 8))
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: pytest.fail("a dry run asks the network"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # of the laptop
-    if "torchrun" in text:
+    if ranks > 1:
         ours = {"TORCHELASTIC_RUN_ID": "plan", "RANK": 0, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": on_node}
         for name, value in ours.items():
             monkeypatch.setenv(name, str(value))
