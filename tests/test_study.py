@@ -135,8 +135,8 @@ def checkout(tmp_path, monkeypatch):
 
 
 def test_a_branch_is_what_it_changes_on_the_study_s_commit(checkout):
-    """The copy has main's later line and the branch's, inside of the checkout too. A new version of an arm is refused,
-    its name alone is the old one."""
+    """The copy has main's later line and the branch's, inside of the checkout too. A new version of an arm is
+    refused."""
     head = study.git("rev-parse", "HEAD").decode().strip()
     (checkout / "grpo.py").write_text("not committed\n")
     arm = study.parse_arm("mine@mine", head)
@@ -146,7 +146,7 @@ def test_a_branch_is_what_it_changes_on_the_study_s_commit(checkout):
     assert (base / "grpo.py").read_text() == "a = 1\n\n\n\n\nb = 3\n"
 
     begun = study.Study(head, FLAGS, 4, {"mine": arm})
-    assert study.choose_arms(begun, ["mine"], []) == [arm]
+    assert study.choose_arms(begun, ["mine@mine"], []) == [arm]
     with pytest.raises(study.StudyError):
         study.choose_arms(begun, ["mine@mine: --beta 0.1"], [])
     bad = study.Arm("bad", "grpo.py", (), arm.diff.replace("a = 1", "a = 7"))
