@@ -85,23 +85,20 @@ def read_flags(recipe):
 
 
 def check(command, script, args, nodes):
-    """What the scripts' own main functions check before they start."""
+    """What the scripts' own main functions check before they start; the number of ranks."""
     for name in [*args.dataset_mixer_list, *args.dataset_mixer_eval_list]:
         if name.endswith(".jsonl"):  # made by the recipe before it starts
             Path(name).parent.mkdir(parents=True, exist_ok=True)
             Path(name).touch()
+    ranks = int(command[command.index("--nproc_per_node") + 1]) * nodes if command[0] == "torchrun" else 1
     if script == "grpo.py":
-        ranks = int(command[command.index("--nproc_per_node") + 1]) if command[0] == "torchrun" else 1
         args.check(ranks)
         return ranks
-    if command[0] == "python":
-        grpo_fast.check_fast_args(args, None, 1)
-        ranks = sum(args.num_learners_per_node) + args.vllm_num_engines * args.vllm_tensor_parallel_size
-    else:
-        ranks = 8 * nodes
-        grpo_fast.check_fast_args(args, ranks, 8)
+    grpo_fast.check_fast_args(args, None if command[0] == "python" else ranks, 8)
     args.check(1, fast=True)
-    return 1 if args.single_gpu_mode else ranks
+    if command[0] == "python" and not args.single_gpu_mode:
+        return sum(args.num_learners_per_node) + args.vllm_num_engines * args.vllm_tensor_parallel_size
+    return ranks
 
 
 def nodes_of(text):

@@ -101,23 +101,15 @@ def drawn(dom):
 
 
 @needs_browser
-def test_the_page_shows_the_run_and_asks_nothing_of_the_network(learned, tmp_path, profile):
-    page = report.write_page(learned, tmp_path / "page.html")
-    shown = drawn(browse(page, profile))
-    assert set(re.findall(r'<h2 id="(\w+)"', shown)) == {"checks", "curves", "rollouts", "configuration", "environment"}
-    curves_of = re.findall(r'data-metric="([^"]+)"', shown)
-    assert {"policy/entropy_avg", f"eval/{common.CORRECT}", "time/training"} <= set(curves_of)
-    assert shown.count("<path") == len(curves_of) and "NaN" not in shown.split("Rollouts")[0]
-    text = page.read_text().replace("http://www.w3.org/2000/svg", "")
-    assert "http://" not in text and "https://" not in text
-
-
-@needs_browser
-def test_rollouts_are_filtered_and_coloured(learned, tmp_path, profile):
+def test_the_page_shows_the_run_and_filters_and_colours_its_rollouts(learned, tmp_path, profile):
     page = report.write_page(learned, tmp_path / "page.html")
     rows = [json.loads(line) for line in (learned / "rollouts.jsonl").read_text().splitlines()]
     wanted = [r for r in rows if r["training_step"] == 3 and r["score"] >= 5]
     shown = drawn(browse(page, profile, "#step=3&min=5"))
+    assert set(re.findall(r'<h2 id="(\w+)"', shown)) == {"checks", "curves", "rollouts", "configuration", "environment"}
+    curves_of = re.findall(r'data-metric="([^"]+)"', shown)
+    assert {"policy/entropy_avg", f"eval/{common.CORRECT}", "time/training"} <= set(curves_of)
+    assert shown.count("<path") == len(curves_of) and "NaN" not in shown.split("Rollouts")[0]
     assert f">{len(wanted)} rollouts" in shown
     of_step = [r for r in report.collect(learned)["rollouts"] if r["step"] == 3 and r["text"].isprintable()]
     trained = next(r for r in of_step if any(s[2] is not None for s in r["spans"]) and len(r["text"]) > 6)
@@ -346,11 +338,12 @@ def test_open_instructs_report_comes_out_of_its_own_tables(tmp_path):
     assert shown["avg verifiable_reward, all rollouts"] == ["99.000"] * 3
 
 
-def test_runs_of_other_lengths_share_their_steps_and_one_step_is_too_few(tmp_path, pair):
+def test_runs_of_other_lengths_share_their_steps_and_one_step_is_too_few(tmp_path, pair, capsys):
     long = make_run(tmp_path / "c", [2.0] * 6)
     assert [len(run.rows) for run in compare_runs.load([pair[0], long], None)] == [4, 4]
-    short = make_run(tmp_path / "d", [2.0])
-    assert compare_runs.main([str(pair[0]), str(short)]) == 2
+    for path in (make_run(tmp_path / "d", [2.0]), tmp_path):
+        assert compare_runs.main([str(pair[0]), str(path)]) == 2
+    assert "no metrics.jsonl" in capsys.readouterr().err
 
 
 # --- The benchmark report ---------------------------------------------------------------------------------------------
@@ -406,15 +399,6 @@ def test_benchmark_by_hand(tmp_path):
     assert rows["critic/rewards/mean"][2:4] == ["0.4", "0.56667"]
 
 
-def test_a_word_that_no_metric_has_is_an_error(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["metrics.py", "entropy"])
-    metrics.main()
-    assert "policy/entropy_avg" in capsys.readouterr().out
-    monkeypatch.setattr("sys.argv", ["metrics.py", "zzz"])
-    with pytest.raises(SystemExit, match="zzz"):
-        metrics.main()
-
-
 def test_each_of_verls_62_metrics_has_a_value_or_a_reason():
     known = benchmark_report.METRICS
     assert len(known) == 62
@@ -422,12 +406,6 @@ def test_each_of_verls_62_metrics_has_a_value_or_a_reason():
         assert metric.meaning and (metric.ours or metric.missing), name
         for ours in re.findall(r"[a-z_-]+/[\w/]+|learner_mfu", metric.ours):
             assert ours.startswith("timing_s") or metrics.define(ours), f"{name}: {ours} has no definition"
-
-
-def test_programs_without_a_run_say_so(tmp_path, capsys):
-    assert report.main([str(tmp_path)]) == 2 and benchmark_report.main([str(tmp_path)]) == 2
-    assert compare_runs.main([str(tmp_path), str(tmp_path)]) == 2
-    assert capsys.readouterr().err.count("no metrics.jsonl") == 3
 
 
 # --- The picture ------------------------------------------------------------------------------------------------------

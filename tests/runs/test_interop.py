@@ -218,8 +218,7 @@ def test_vllm_serves_the_saved_model(trained, start):
 def test_upload_of_a_run(trained):
     """The repository is private, and made before training; all files arrive with a card."""
     run_dir, hub, done = trained
-    model = run_dir / "model"
-    assert hub.files == {path.name: path.read_bytes() for path in model.iterdir()}
+    assert hub.files == {path.name: path.read_bytes() for path in (run_dir / "model").iterdir()}
     assert json.loads(hub.calls[0][1]) == {"name": "t", "organization": "org", "visibility": "private"}
     assert hub.commits == ["/api/models/org/t/commit/main"]
     card = hub.files["README.md"].decode()
