@@ -40,7 +40,6 @@ METRIC = "eval/objective/verifiable_correct_rate"  # held-out accuracy
 # Its reward is for the most frequent answer and sees no label
 CONTROLS = ("majority@scripts/forks/ttrl.diff: --majority_vote",)
 LEVEL = 0.05  # below which an adjusted p is a verdict
-DIGITS = 6  # of a value that is compared
 FLY = """--model_name_or_path scripts/studies/fly --rollout_backend transformers --model_dtype float32
     --dataset_mixer_list data/tasks/{task}/train.jsonl 1.0 --dataset_mixer_eval_list data/tasks/{task}/eval.jsonl 1.0
     --remap_verifier learned=gsm8k --local_eval_every 4 --total_episodes 2560 --num_unique_prompts_rollout 8
@@ -65,7 +64,7 @@ class Arm:
 
     name: str
     script: str
-    flags: tuple[str, ...]
+    flags: list[str]
     diff: str  # "" for the code as it is
     is_control: bool = False
 
@@ -117,7 +116,7 @@ def parse_arm(text: str, commit: str, is_control: bool = False) -> Arm:
         raise StudyError(f"arm {text!r}: write NAME: --FLAGS, NAME@FILE.diff: --FLAGS or NAME@BRANCH: --FLAGS")
     check_flags(f"arm {name}", words, (*OF_THE_STUDY, *NEEDED, *SAME_FOR_ALL))
     diff = read_diff(name, source, commit) if source else ""
-    return Arm(name, script, tuple(words), diff, is_control)
+    return Arm(name, script, words, diff, is_control)
 
 
 def flag_names(words: Sequence[str]) -> set[str]:
@@ -222,17 +221,14 @@ def read_study(out: Path) -> Study:
     if not path.is_file():
         raise StudyError(f"{out} has no study: there is no {path}")
     facts = json.loads(path.read_text())
-    arms = {}
-    for name, arm in facts.pop("arms").items():
-        arms[name] = Arm(**arm | {"flags": tuple(arm["flags"])})
+    arms = {name: Arm(**arm) for name, arm in facts.pop("arms").items()}
     return Study(**facts, arms=arms)
 
 
 def write_study(study: Study, out: Path) -> None:
     """Keep a study; a reader sees the old file or the new one."""
-    text = json.dumps(asdict(study), indent=1)
     unfinished = out / "study.json.part"
-    unfinished.write_text(text)
+    unfinished.write_text(json.dumps(asdict(study), indent=1))
     unfinished.rename(out / "study.json")
 
 
@@ -424,10 +420,9 @@ def results_of(outs: Sequence[Path], arm: str, metric: str) -> Results:
 
 
 def mean_of(values: Iterable[float]) -> float:
-    """Their mean, without the digits that float64 rounds: they would be a difference of arms that are equal. NaN of no
-    values."""
+    """Their mean, NaN of no values."""
     known = list(values)
-    return round(float(np.mean(known)), DIGITS) if known else math.nan
+    return float(np.mean(known)) if known else math.nan
 
 
 def compare(arm: Results, base: Results, what: str) -> Difference:

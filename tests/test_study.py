@@ -28,7 +28,7 @@ def write_run(out, arm, seed, values):
 def write_study(out, curves, controls=()):
     """A study whose arms have one curve for each of the seeds 1, 2, ..."""
     out.mkdir()
-    arms = {name: study.Arm(name, "grpo.py", (), "", name in controls) for name in curves}
+    arms = {name: study.Arm(name, "grpo.py", [], "", name in controls) for name in curves}
     study.write_study(study.Study("0" * 40, FLAGS, 4, arms), out)
     for name, of_seeds in curves.items():
         for seed, values in enumerate(of_seeds, start=1):
@@ -79,8 +79,8 @@ def test_arms_as_they_are_written(tmp_path):
     diff = tmp_path / "mine.diff"
     diff.write_text("a diff\n")
     arm = study.parse_arm(f"late@{diff}: grpo_fast.py --async_steps 4 --no_x", "HEAD")
-    assert arm == study.Arm("late", "grpo_fast.py", ("--async_steps", "4", "--no_x"), "a diff\n")
-    assert study.parse_arm("base", "HEAD") == study.Arm("base", "grpo.py", (), "")
+    assert arm == study.Arm("late", "grpo_fast.py", ["--async_steps", "4", "--no_x"], "a diff\n")
+    assert study.parse_arm("base", "HEAD") == study.Arm("base", "grpo.py", [], "")
     assert study.parse_seeds("1-3,7") == [1, 2, 3, 7]
 
 
@@ -133,7 +133,7 @@ def test_a_branch_is_what_it_changes_on_the_study_s_commit(checkout):
     assert study.choose_arms(begun, ["mine@mine"], []) == [arm]
     with pytest.raises(study.StudyError):
         study.choose_arms(begun, ["mine@mine: --beta 0.1"], [])
-    bad = study.Arm("bad", "grpo.py", (), arm.diff.replace("a = 1", "a = 7"))
+    bad = study.Arm("bad", "grpo.py", [], arm.diff.replace("a = 1", "a = 7"))
     with pytest.raises(study.StudyError):
         study.make_copy(bad, head, checkout / "runs")
 
