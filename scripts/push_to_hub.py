@@ -41,30 +41,28 @@ def hub_repo(name: str) -> str:
 
 def model_card(run_dir: Path, args: dict[str, Any]) -> str:
     """README.md of an uploaded model: where it comes from and how it was trained."""
-    last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    rows = (run_dir / "metrics.jsonl").read_text().splitlines()
+    last = json.loads(rows[-1])
     environment = json.loads((run_dir / "environment.json").read_text())
-    start = Path(args["model_name_or_path"])
-    is_local = start.is_dir()
+    start = args["model_name_or_path"]
+    is_local = Path(start).is_dir()
+    is_adapter = (run_dir / "model" / "adapter_config.json").exists()
     header = huggingface_hub.ModelCardData(
-        base_model=None if is_local else str(start),
-        library_name="peft" if (run_dir / "model" / "adapter_config.json").exists() else "transformers",
+        base_model=None if is_local else start,
+        library_name="peft" if is_adapter else "transformers",
         pipeline_tag="text-generation",
         tags=["grpo", "reinforcement-learning"],
     )
+    name = Path(start).name if is_local else start
+    data = ", ".join(args["dataset_mixer_list"][::2])
     line = shlex.join(["python", *environment["command"][1:]])
-    return f"""---
-{header.to_yaml()}
----
-
-# {args["exp_name"]}
-
-{start.name if is_local else start} after {last["training_step"]} steps and {last["episode"]} sampled responses of GRPO
-on {", ".join(args["dataset_mixer_list"][::2])}.
-
-```bash
-{line}
-```
-"""
+    parts = [
+        f"---\n{header.to_yaml()}\n---\n",
+        f"# {args['exp_name']}\n",
+        f"{name} after {last['training_step']} steps and {last['episode']} sampled responses of GRPO on {data}.\n",
+        f"```bash\n{line}\n```\n",
+    ]
+    return "\n".join(parts)
 
 
 def push(run_dir: Path, args: dict[str, Any], name: str) -> str:

@@ -40,11 +40,13 @@ def share_of(share: float, n: int) -> Estimate:
 
     Wilson's: (a + z^2/2n +- z sqrt(a (1 - a) / n + z^2/4n^2)) / (1 + z^2/n). It has a width at 0 and 1.
     """
-    error = math.sqrt(share * (1 - share) / n)
-    middle = share + Z * Z / (2 * n)
-    half = Z * math.sqrt(error * error + Z * Z / (4 * n * n))
-    scale = 1 + Z * Z / n
-    return Estimate(share, error, (middle - half) / scale, (middle + half) / scale, n)
+    square = Z * Z / n
+    variance = share * (1 - share) / n
+    middle = share + square / 2
+    half = Z * math.sqrt(variance + square / (4 * n))
+    low = (middle - half) / (1 + square)
+    high = (middle + half) / (1 + square)
+    return Estimate(share, math.sqrt(variance), low, high, n)
 
 
 def held_out(row: dict[str, Any]) -> Estimate | None:
