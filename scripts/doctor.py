@@ -24,14 +24,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(ROOT)
-GIB = 2**30
-# .venv is 4.1 GiB on a CPU, and pip unpacks beside it what it copies there; for a GPU it is an estimate
-INSTALL_GIB = {"requirements-cpu.txt": 7, "requirements.txt": 20}
-RUN_GIB = 2  # the demo's model and run are 0.6
-DEMO_MEMORY_GIB = 12  # the demo's header
 ENGINE_TIMEOUT_S = 300.0
-# docs.nvidia.com/deploy/cuda-compatibility, minor version compatibility: {CUDA's major version: oldest driver branch}
-DRIVERS = {11: 450, 12: 525, 13: 580}
 INSTALL = "bash scripts/setup.sh"
 AFRESH = f"rm -rf .venv; {INSTALL}"
 
@@ -111,38 +104,6 @@ def packages(wanted: list[tuple[str, str]], name: str) -> Finding:
     return Finding("ok", "packages", f"{len(wanted)} as pinned in {name}")
 
 
-def cpu_flags() -> set[str]:
-    """Features as the kernel names them (x86: flags, ARM: Features)."""
-    flags: set[str] = set()
-    if sys.platform == "linux":
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("flags", "Features")):
-                flags.update(line.partition(":")[2].split())
-    return flags
-
-
-def processor(flags: set[str], machine: str) -> tuple[Finding, str]:
-    """(the finding, the dtype in which this processor is faster)."""
-    is_x86 = machine == "x86_64"
-    fast = sorted(flags & ({"avx512_bf16", "amx_bf16"} if is_x86 else {"bf16"}))
-    dtype = "bfloat16" if fast else "float32"
-    why = f"{', '.join(fast)}: products of bfloat16" if fast else "no products of bfloat16, which would be emulated"
-    said = f"{machine}, {os.cpu_count()} cores; {why}: {dtype} is the faster, which --model_dtype auto takes"
-    if is_x86 and sys.platform == "linux" and "avx2" not in flags:
-        said += "; no AVX2, which vLLM needs"
-        return Finding("WARN", "processor", said, "--rollout_backend transformers"), dtype
-    return Finding("ok", "processor", said), dtype
-
-
-def openmp(maps: str, machine: str) -> Finding:
-    """maps: the libraries of this process, as /proc/self/maps names them."""
-    threads = f"OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS', 'not set')}"
-    if "libiomp5" in maps or machine != "x86_64":
-        return Finding("ok", "OpenMP", f"Intel's is preloaded where it has a build, {threads}")
-    said = f"Intel's is not preloaded in this shell, {threads}: with torch's a step took 1.5 times as long"
-    return Finding("WARN", "OpenMP", said, "source scripts/setup.sh (demo.sh and test.sh do it themselves)")
-
-
 def hybrids() -> Finding:
     """On a GPU, whether the kernels are there with which transformers runs recurrent and convolutional layers."""
     missing = [name for name in ("flash-linear-attention", "causal-conv1d") if installed(name) is None]
@@ -178,26 +139,18 @@ def driver_version() -> tuple[str, str]:
 
 
 def gpu(driver: str, torch_says: str) -> Finding:
-    """torch_says: CUDA version of the build, whether it can use a GPU, whether that has bfloat16; see TORCH_SAYS."""
-    cuda, usable, bfloat16 = torch_says.split()
+    """torch_says: CUDA version of the build, and whether it can use a GPU; see TORCH_SAYS."""
+    cuda, usable = torch_says.split()
     if cuda == "None":
         return Finding("FAIL", "GPU", f"driver {driver}, but torch is a build for the CPU", AFRESH)
     if usable == "True":
-        dtype = "bfloat16" if bfloat16 == "True" else "float32 (bfloat16 would be emulated: --model_dtype float32)"
-        return Finding("ok", "GPU", f"driver {driver}, CUDA {cuda} of torch can use it; {dtype}")
-    oldest = DRIVERS.get(int(cuda.partition(".")[0]), 0)
-    if int(driver.partition(".")[0]) < oldest:
-        said = f"driver {driver} is too old for CUDA {cuda} of torch"
-        return Finding("FAIL", "GPU", said, f"install NVIDIA's driver {oldest} or newer, then reboot")
-    said = f"driver {driver} would do for CUDA {cuda} of torch, but torch finds no GPU"
-    return Finding("FAIL", "GPU", said, "see CUDA_VISIBLE_DEVICES; reboot after a new driver; in docker --gpus all")
+        return Finding("ok", "GPU", f"driver {driver}, CUDA {cuda} of torch can use it")
+    said = f"driver {driver}, but torch with CUDA {cuda} can use no GPU"
+    fix = "a newer driver (580 for CUDA 13), then reboot; CUDA_VISIBLE_DEVICES; in docker --gpus all"
+    return Finding("FAIL", "GPU", said, fix)
 
 
-TORCH_SAYS = """
-import torch
-usable = torch.cuda.is_available()
-print(torch.version.cuda, usable, usable and torch.cuda.is_bf16_supported(including_emulation=False))
-"""
+TORCH_SAYS = "import torch; print(torch.version.cuda, torch.cuda.is_available())"
 
 
 def compiler() -> Finding:
@@ -216,23 +169,9 @@ def compiler() -> Finding:
     return Finding("ok", "compiler", f"{found}, {header}")
 
 
-def disk(requirements: Path, anything: bool) -> Finding:
-    free = shutil.disk_usage(ROOT).free / GIB
-    need = RUN_GIB if anything else INSTALL_GIB[requirements.name]
-    said = f"{free:.1f} GiB free, {need} needed {'by the demo' if anything else 'to install'}"
-    return Finding("ok" if free >= need else "FAIL", "disk", said, "make room, or clone to a larger disk")
-
-
-def memory() -> Finding:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-    said = f"{total:.1f} GiB; the demo takes {DEMO_MEMORY_GIB}"
-    fix = "a larger machine; or a smaller model: scripts/data/make_tiny_model.py"
-    return Finding("ok" if total >= DEMO_MEMORY_GIB else "WARN", "memory", said, fix)
-
-
-def engine(backend: str, dtype: str, seconds: float = ENGINE_TIMEOUT_S) -> Finding:
+def engine(backend: str) -> Finding:
     """A token of a tiny random model by the engine that training uses, in a process of its own."""
-    ended = run(sys.executable, str(Path(__file__).resolve()), "one-token", backend, dtype, seconds=seconds)
+    ended = run(sys.executable, str(Path(__file__).resolve()), "one-token", backend, seconds=ENGINE_TIMEOUT_S)
     what = "vLLM" if backend == "vllm" else backend
     if ended.status == 0:
         return Finding("ok", what, ended.output.splitlines()[-1])
@@ -240,20 +179,22 @@ def engine(backend: str, dtype: str, seconds: float = ENGINE_TIMEOUT_S) -> Findi
     return Finding("FAIL", what, f"no token: {last_line(ended)}", fix)
 
 
-def one_token(backend: str, dtype: str) -> None:
-    """In a process of its own: sample a token and say so."""
+def one_token(backend: str) -> None:
+    """In a process of its own: sample a token and say so, with the dtype that a run takes here."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     import utils  # isort: skip  (before torch)
     import grpo
     from scripts.data.make_tiny_model import make_tiny_model
+    from scripts.parts import plan
 
     with tempfile.TemporaryDirectory() as directory:
-        flags = ["--model_name_or_path", str(make_tiny_model(directory)), "--model_dtype", dtype]
-        flags += ["--rollout_backend", backend, "--response_length", "16", "--vllm_enforce_eager"]
-        args = utils.parse_args(grpo.Args, flags)
+        flags = ["--model_name_or_path", str(make_tiny_model(directory)), "--vllm_enforce_eager"]
+        args = utils.parse_args(grpo.Args, [*flags, "--rollout_backend", backend, "--response_length", "16"])
+        dtype, why = plan.choose_dtype(args)
+        args = utils.replace(args, model_dtype=dtype)
         sampler = utils.make_engine(args, utils.load_tokenizer(args), utils.init_distributed(), 1)
         (made,) = sampler.generate([utils.Request((5, 6, 7), seed=0, temperature=1.0, max_tokens=1)])
-        print(f"sampled token {made.token_ids[0]} in {dtype}")
+        print(f"sampled token {made.token_ids[0]} in {dtype}: {why}")
         sampler.close()
     utils.exit_process()
 
@@ -267,30 +208,21 @@ def findings() -> Iterator[Finding]:
     wanted = pins(requirements) if importlib.util.find_spec("packaging") else []
     yield packages(wanted, requirements.name)
     if driver:
-        dtype = "float32"
         if has_torch:
             ended = run(sys.executable, "-c", TORCH_SAYS)
-            dtype = "bfloat16" if ended.output.endswith("True") else dtype
             yield gpu(driver, ended.output) if ended.status == 0 else Finding("FAIL", "GPU", last_line(ended), AFRESH)
         yield compiler()
         yield hybrids()
-    else:
-        said, dtype = processor(cpu_flags(), platform.machine())
-        yield said
-        if sys.platform == "linux":
-            yield openmp(Path("/proc/self/maps").read_text(), platform.machine())
-        if why_none:
-            fix = "install or repair NVIDIA's driver, or train on the CPU as it is"
-            yield Finding("WARN", "GPU", f"nvidia-smi finds none: {why_none}", fix)
+    elif why_none:
+        fix = "install or repair NVIDIA's driver, or train on the CPU as it is"
+        yield Finding("WARN", "GPU", f"nvidia-smi finds none: {why_none}", fix)
     yield sandbox()
-    yield disk(requirements, has_torch)
-    yield memory()
     if has_torch:
         has_vllm = any(name.startswith("vllm") for name, _ in wanted)
         if not has_vllm:
             said = f"has no build for {sys.platform}"
             yield Finding("WARN", "vLLM", said, "add --rollout_backend transformers to every command")
-        yield engine("vllm" if has_vllm else "transformers", dtype)
+        yield engine("vllm" if has_vllm else "transformers")
 
 
 def main() -> int:

@@ -17,13 +17,15 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
+
+import tyro
 
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -38,6 +40,7 @@ from scripts.reports.common import cell, read_json, read_lines, table
 OF_A_RUN = (rewards.RewardFlags, utils.TurnFlags, utils.EngineFlags, utils.DataFlags)  # what evaluations depend on
 MORE_OF_A_RUN = ("seed", "model_dtype", "eval_pass_at_k", "deterministic")
 Row = dict[str, Any]
+Evaluation = dict[int, list[Row]]  # the rollouts of a model that have a verdict, by prompt
 
 
 # --- Flags ------------------------------------------------------------------------------------------------------------
@@ -64,17 +67,12 @@ def weights_of(model: str) -> str:
 
 def flags_of(tokens: Sequence[str], models: Sequence[str]) -> grpo.Args:
     """The flags of the command line, and of the first run among the models. Raises UserError."""
-    args = utils.parse_args(grpo.Args, tokens)
-    known = {flag.name for flag in fields(grpo.Args)}
+    utils.parse_args(grpo.Args, tokens)  # refuses what it does not know
+    then = next((read_json(run / "args.json") for run in map(run_of, models) if run is not None), {})
+    taken = {flag.name for flags in OF_A_RUN for flag in fields(flags)} | set(MORE_OF_A_RUN)
+    defaults = grpo.Args(exp_name="eval", **{name: then[name] for name in taken & then.keys()})
     line = checks.translate(tokens, checks.names_of(grpo.Args)).line
-    given = {name if name in known else name.removeprefix("no_") for name, _ in checks.split(line)}
-    run = next((run for run in map(run_of, models) if run is not None), None)
-    if run is not None:
-        then = read_json(run / "args.json")
-        taken = {flag.name for flags in OF_A_RUN for flag in fields(flags)} | set(MORE_OF_A_RUN)
-        args = replace(args, **{name: then[name] for name in (taken - given) & then.keys()})
-    if "exp_name" not in given:
-        args = replace(args, exp_name="eval")
+    args = tyro.cli(grpo.Args, args=line, default=defaults, use_underscores=True)
     need_list = "--dataset_mixer_eval_list is empty: give NAME AMOUNT pairs, or a run that has them"
     utils.need(args.dataset_mixer_eval_list != [], need_list)
     longest = max(args.response_length, args.eval_response_length or 0)
@@ -139,33 +137,15 @@ def evaluate(args: grpo.Args, path: Path) -> None:
 # --- The table --------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Evaluation:
-    """The rollouts of a model that have a verdict, by prompt."""
-
-    name: str
-    prompts: dict[int, list[Row]]
-
-    def samples(self) -> int:
-        """The fewest verdicts of a prompt."""
-        return min(map(len, self.prompts.values()))
-
-    def rows(self) -> list[Row]:
-        return [row for rows in self.prompts.values() for row in rows]
-
-    def by_prompt(self, value: Callable[[list[Row]], float]) -> dict[int, float]:
-        return {position: value(rows) for position, rows in self.prompts.items()}
-
-
-def read_evaluation(name: str, path: Path) -> Evaluation:
+def read_evaluation(path: Path) -> Evaluation:
     """The evaluation in a file. Raises UserError without a verdict."""
     utils.need(path.is_file(), f"{path}: no such file")
-    prompts: dict[int, list[Row]] = {}
+    prompts: Evaluation = {}
     for row in read_lines(path):
         if row["verifiable"] is not None:
             prompts.setdefault(row["position"], []).append(row)
     utils.need(prompts != {}, f"{path}: no rollout has a verdict")
-    return Evaluation(name, prompts)
+    return prompts
 
 
 def score(rows: Sequence[Row]) -> float:
@@ -178,70 +158,62 @@ def pass_at(k: int, rows: Sequence[Row]) -> float:
     return grpo.pass_at_k(len(rows), right, k)
 
 
-def measures(evaluations: Sequence[Evaluation]) -> dict[str, Callable[[list[Row]], float]]:
+def measures(evaluations: Iterable[Evaluation]) -> dict[str, Callable[[list[Row]], float]]:
     """What is compared, each from a prompt's rows: accuracy, pass@k for k = 2, 4 and so on, and the score."""
+    fewest = min(len(rows) for evaluation in evaluations for rows in evaluation.values())
     found: dict[str, Callable[[list[Row]], float]] = {"accuracy": partial(pass_at, 1)}
     k = 2
-    while k <= min(evaluation.samples() for evaluation in evaluations):
+    while k <= fewest:
         found[f"pass@{k}"] = partial(pass_at, k)
         k *= 2
     return found | {"score": score}
 
 
-def with_interval(values: Sequence[float], share_of: int = 0) -> str:
-    """A mean over prompts as mean ± standard error [interval of 95 %]. `share_of`: how many responses it is a share of,
-    so that the interval stays between 0 and 1; 0 for what is no share."""
+def with_interval(values: Sequence[float], is_share: bool = False) -> str:
+    """A mean over prompts as mean ± standard error [interval of 95 %], which of a share stays between 0 and 1."""
     if len(values) < 2:
         return f"{values[0]:.3f}"
-    mean = intervals.mean_of_clusters(values, range(len(values)))
-    if share_of:
-        mean = intervals.share_of_clusters(mean.mean, mean.error, mean.n, share_of)
-    return f"{mean.mean:.3f} ± {mean.error:.3f} [{mean.low:.3f}, {mean.high:.3f}]"
+    found = intervals.mean_of(values)
+    interval = intervals.share_of(found.mean, found.n) if is_share else found
+    return f"{found.mean:.3f} ± {found.error:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
 
 
-def report(evaluations: Sequence[Evaluation]) -> str:
+def report(evaluations: dict[str, Evaluation]) -> str:
     """The tables of some models, of which the first one is what the others are compared with."""
-    found = measures(evaluations)
-    head = ["model", "prompts", "responses", *found, "tokens", "ended"]
+    found = measures(evaluations.values())
     rows = []
-    for evaluation in evaluations:
-        own = evaluation.rows()
-        cells = []
-        for name, value in found.items():
-            values = list(evaluation.by_prompt(value).values())
-            cells.append(with_interval(values, 0 if name == "score" else len(own)))
+    for name, evaluation in evaluations.items():
+        own = [row for group in evaluation.values() for row in group]
+        cells = [with_interval([*map(value, evaluation.values())], what != "score") for what, value in found.items()]
         tokens = sum(len(row["token_ids"]) for row in own) / len(own)
         ended = sum(row["finish_reason"] == "stop" for row in own) / len(own)
-        counts = [str(len(evaluation.prompts)), str(len(own))]
-        rows.append([evaluation.name, *counts, *cells, cell(tokens, 1), cell(ended, 2)])
+        rows.append([name, str(len(evaluation)), str(len(own)), *cells, cell(tokens, 1), cell(ended, 2)])
+    head = ["model", "prompts", "responses", *found, "tokens", "ended"]
     lines = ["mean ± standard error over prompts [95 % interval]", "", table(head, rows)]
     if len(evaluations) > 1:
         lines += ["", differences(evaluations, found)]
     return "\n".join(lines)
 
 
-def differences(evaluations: Sequence[Evaluation], found: dict[str, Callable[[list[Row]], float]]) -> str:
+def differences(evaluations: dict[str, Evaluation], found: dict[str, Callable[[list[Row]], float]]) -> str:
     """A table of differences from the first model, prompt by prompt. Raises UserError unless two models were asked the
     same: at the same position stands the same label."""
-    first = evaluations[0]
+    (first, base), *others = evaluations.items()
     rows = []
-    for other in evaluations[1:]:
-        both = sorted(first.prompts.keys() & other.prompts.keys())
-        same = [first.prompts[i][0]["ground_truths"] == other.prompts[i][0]["ground_truths"] for i in both]
-        what = f"{first.name} and {other.name} were not asked the same prompts"
-        utils.need(bool(same) and all(same), f"{what}: they cannot be compared")
-        for name, value in found.items():
-            ours = first.by_prompt(value)
-            theirs = other.by_prompt(value)
-            changes = [theirs[position] - ours[position] for position in both]
+    for name, other in others:
+        both = sorted(base.keys() & other.keys())
+        same = [base[i][0]["ground_truths"] == other[i][0]["ground_truths"] for i in both]
+        what = f"{first} and {name} were not asked the same prompts: they cannot be compared"
+        utils.need(bool(same) and all(same), what)
+        for measure, value in found.items():
+            changes = [value(other[position]) - value(base[position]) for position in both]
             different = sum(change != 0 for change in changes)
-            p = intervals.sign_test(changes)
             few = " (few)" if different < intervals.FEWEST_DIFFERENT else ""
-            rows.append([other.name, name, with_interval(changes), f"{different} of {len(both)}{few}", f"{p:.3f}"])
-    head = ["model", "measure", f"difference from {first.name}", "prompts that differ", "p"]
-    words = "paired by prompt; p: of the difference when every sign is random"
-    few = "; where few prompts differ, the interval is too narrow" if any("few" in row[3] for row in rows) else ""
-    return f"{words}{few}\n\n{table(head, rows, text=(0, 1))}"
+            p = intervals.sign_test(changes)
+            rows.append([name, measure, with_interval(changes), f"{different} of {len(both)}{few}", f"{p:.3f}"])
+    head = ["model", "measure", f"difference from {first}", "prompts that differ", "p"]
+    words = "paired by prompt; p: of the difference when every sign is random; few: the interval is too narrow"
+    return f"{words}\n\n{table(head, rows, text=(0, 1))}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -276,7 +248,7 @@ def main(argv: Sequence[str]) -> None:
             alone.submit(evaluate, flags_for(model, args), file_of(model, args)).result()
         print(f"rollouts {file_of(model, args)}", flush=True)
     names = [Path(model).stem if model.endswith(".jsonl") else model for model in models]
-    print(report([read_evaluation(name, path) for name, path in zip(names, files, strict=True)]))
+    print(report({name: read_evaluation(path) for name, path in zip(names, files, strict=True)}))
 
 
 if __name__ == "__main__":

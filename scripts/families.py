@@ -16,6 +16,7 @@ A row that has no gap has the run's last line in its place. The exit status is 1
 """
 
 import argparse
+import importlib.util
 import json
 import math
 import multiprocessing
@@ -100,6 +101,9 @@ FAMILIES: dict[str, dict[str, Any]] = {  # model_type: values of its config, or 
 VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "depth": 1, "num_attention_heads": 2}
 VISION |= {"num_heads": 2, "image_size": 28, "patch_size": 14, "out_hidden_size": 128, "deepstack_visual_indexes": [0]}
 PACKINGS = {"own prompt": "plain", "computed once": "shared", "WARNING": "rows"}  # words of the console
+TRAINING = """--exp_name run --overwrite --save_freq -1 --local_eval_every -1 --lr_scheduler_type constant
+    --num_unique_prompts_rollout 4 --num_samples_per_prompt_rollout 4 --response_length 24 --pack_length 320
+    --learning_rate 1e-3 --temperature 1.0"""
 REWARD = """def vowels(response, ground_truth):
     return sum(letter in "aeiou" for letter in response) / max(len(response), 1)
 """
@@ -155,20 +159,15 @@ def train(model: Path, out: Path, dtype: str, backend: str, updates: int, flags:
     import grpo
 
     out.mkdir(parents=True, exist_ok=True)
-    rows = [
-        {"messages": [{"role": "user", "content": f"{word} {n}"}], "ground_truth": 3, "dataset": "vowels"}
-        for n, word in enumerate(("Write", "Say it", "Speak of", "Tell me"))
-    ]
     data = out / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with data.open("w") as file:
+        for prompt in ("Write 0", "Say it 1", "Speak of 2", "Tell me 3"):
+            turns = [{"role": "user", "content": prompt}]
+            file.write(json.dumps({"messages": turns, "ground_truth": 3, "dataset": "vowels"}) + "\n")
     (out / "vowels.py").write_text(REWARD)
     line = ["--model_name_or_path", model, "--dataset_mixer_list", data, "1.0", "--reward_file", out / "vowels.py"]
-    line += ["--num_unique_prompts_rollout", 4, "--num_samples_per_prompt_rollout", 4, "--response_length", 24]
-    line += ["--total_episodes", 16 * updates, "--learning_rate", 1e-3, "--temperature", 1.0, "--pack_length", 320]
-    line += ["--save_freq", -1, "--output_dir", out, "--exp_name", "run", "--overwrite", "--model_dtype", dtype]
-    line += ["--rollout_backend", backend, "--local_eval_every", -1, "--lr_scheduler_type", "constant", *flags]
-    if backend == "vllm":
-        line += ["--vllm_enforce_eager"]
+    line += ["--output_dir", out, "--model_dtype", dtype, "--rollout_backend", backend, "--vllm_enforce_eager"]
+    line += ["--total_episodes", 16 * updates, *TRAINING.split(), *flags]
     grpo.main(grpo.utils.parse_args(grpo.Args, [str(word) for word in line]))
     metrics = [json.loads(text) for text in (out / "run" / "metrics.jsonl").read_text().splitlines()]
     return max(row["debug/vllm_vs_local_logprob_diff_mean"] for row in metrics)
@@ -275,13 +274,10 @@ def main() -> int:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     import grpo  # noqa: F401  children are forked from a process that has imported
 
-    backends = args.backends or ["transformers"]
-    try:
-        import vllm.v1.engine.llm_engine  # noqa: F401
-
-        backends = args.backends or ["transformers", "vllm"]
-    except ImportError:
-        print("vLLM is not installed")
+    has_vllm = importlib.util.find_spec("vllm") is not None
+    if has_vllm:
+        importlib.import_module("vllm.v1.engine.llm_engine")
+    backends = args.backends or ["transformers", *(["vllm"] if has_vllm else [])]
     wanted = dict.fromkeys(FAMILIES) if not args.families else {}
     name = ""
     for word in args.families:

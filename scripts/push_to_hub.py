@@ -1,4 +1,4 @@
-"""Upload the final model of a run to the Hugging Face hub, with a card: start model, command line, evaluation.
+"""Upload the final model of a run to the Hugging Face hub, with a card: start model, data, command line.
 
     python scripts/push_to_hub.py RUN                                  to the repository that the run's flags name
     python scripts/push_to_hub.py RUN --hf_repo_id ORGANIZATION/NAME   to another one
@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-
-SHOWN_METRICS = ("eval/pass_at_1", "eval/objective/verifiable_correct_rate", "eval/scores", "eval/sequence_lengths")
 
 
 def hub_repo(name: str) -> str:
@@ -42,55 +40,29 @@ def hub_repo(name: str) -> str:
 
 
 def model_card(run_dir: Path, args: dict[str, Any]) -> str:
-    """README.md of an uploaded model: where it comes from, how it was trained, what it scored."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    metrics = [json.loads(line) for line in lines]
+    """README.md of an uploaded model: where it comes from and how it was trained."""
+    rows = (run_dir / "metrics.jsonl").read_text().splitlines()
+    last = json.loads(rows[-1])
     environment = json.loads((run_dir / "environment.json").read_text())
-    start = Path(args["model_name_or_path"])
-    start_name = start.name if start.is_dir() else args["model_name_or_path"]
-    steps = metrics[-1]["training_step"]
-    episodes = metrics[-1]["episode"]
-    data = ", ".join(args["dataset_mixer_list"][::2])
-    line = shlex.join(["python", *environment["command"][1:]])
-    data_header = card_data(run_dir, args).to_yaml()
-    parts = [
-        f"---\n{data_header}\n---\n",
-        f"# {args['exp_name']}\n",
-        f"{start_name} after {steps} steps and {episodes} sampled responses of GRPO on {data}.\n",
-        evaluation_table(metrics),
-        f"```bash\n{line}\n```\n",
-    ]
-    return "\n".join(part for part in parts if part)
-
-
-def card_data(run_dir: Path, args: dict[str, Any]) -> huggingface_hub.ModelCardData:
-    """The card's header, which the hub reads."""
-    hub_datasets = set()
-    for name in args["dataset_mixer_list"][::2]:
-        if name.count("/") == 1 and not Path(name).exists():
-            hub_datasets.add(name.partition(":")[0])
     start = args["model_name_or_path"]
-    adapted = (run_dir / "model" / "adapter_config.json").exists()
-    return huggingface_hub.ModelCardData(
-        base_model=None if Path(start).is_dir() else start,
-        datasets=sorted(hub_datasets) or None,
-        library_name="peft" if adapted else "transformers",
+    is_local = Path(start).is_dir()
+    is_adapter = (run_dir / "model" / "adapter_config.json").exists()
+    header = huggingface_hub.ModelCardData(
+        base_model=None if is_local else start,
+        library_name="peft" if is_adapter else "transformers",
         pipeline_tag="text-generation",
         tags=["grpo", "reinforcement-learning"],
     )
-
-
-def evaluation_table(metrics: list[dict[str, Any]]) -> str:
-    """The results of the last evaluation, or ""."""
-    evaluations = [row for row in metrics if any(name.startswith("eval/") for name in row)]
-    if not evaluations:
-        return ""
-    last = evaluations[-1]
-    lines = [f"| evaluation after step {last['training_step']} | |", "|---|---|"]
-    for name in SHOWN_METRICS:
-        if last.get(name) is not None:
-            lines.append(f"| {name} | {last[name]:.4g} |")
-    return "\n".join(lines) + "\n"
+    name = Path(start).name if is_local else start
+    data = ", ".join(args["dataset_mixer_list"][::2])
+    line = shlex.join(["python", *environment["command"][1:]])
+    parts = [
+        f"---\n{header.to_yaml()}\n---\n",
+        f"# {args['exp_name']}\n",
+        f"{name} after {last['training_step']} steps and {last['episode']} sampled responses of GRPO on {data}.\n",
+        f"```bash\n{line}\n```\n",
+    ]
+    return "\n".join(parts)
 
 
 def push(run_dir: Path, args: dict[str, Any], name: str) -> str:

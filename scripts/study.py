@@ -15,7 +15,6 @@ where you are if the copy has no such file. Exit status: 1 if a run failed or a 
 import argparse
 import fcntl
 import hashlib
-import io
 import json
 import math
 import os
@@ -25,7 +24,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,7 +40,6 @@ METRIC = "eval/objective/verifiable_correct_rate"  # held-out accuracy
 # Its reward is for the most frequent answer and sees no label
 CONTROLS = ("majority@scripts/forks/ttrl.diff: --majority_vote",)
 LEVEL = 0.05  # below which an adjusted p is a verdict
-DIGITS = 6  # of a value that is compared
 FLY = """--model_name_or_path scripts/studies/fly --rollout_backend transformers --model_dtype float32
     --dataset_mixer_list data/tasks/{task}/train.jsonl 1.0 --dataset_mixer_eval_list data/tasks/{task}/eval.jsonl 1.0
     --remap_verifier learned=gsm8k --local_eval_every 4 --total_episodes 2560 --num_unique_prompts_rollout 8
@@ -55,7 +52,6 @@ SAME_FOR_ALL = """dataset_mixer_list dataset_mixer_list_splits dataset_mixer_eva
     eval_temperature eval_response_length response_length model_name_or_path model_revision chat_template_name shuffle
     total_episodes""".split()
 STEPS_OF_PLAN = re.compile(r"^run .* = ([\d,]+) steps,", re.MULTILINE)  # in what --dry_run prints
-OF_THE_CODE = re.compile(r"WARNING: this copy of .*")  # what a run says of code that does not do what its flags say
 
 
 class StudyError(ValueError):
@@ -68,7 +64,7 @@ class Arm:
 
     name: str
     script: str
-    flags: tuple[str, ...]
+    flags: list[str]
     diff: str  # "" for the code as it is
     is_control: bool = False
 
@@ -120,7 +116,7 @@ def parse_arm(text: str, commit: str, is_control: bool = False) -> Arm:
         raise StudyError(f"arm {text!r}: write NAME: --FLAGS, NAME@FILE.diff: --FLAGS or NAME@BRANCH: --FLAGS")
     check_flags(f"arm {name}", words, (*OF_THE_STUDY, *NEEDED, *SAME_FOR_ALL))
     diff = read_diff(name, source, commit) if source else ""
-    return Arm(name, script, tuple(words), diff, is_control)
+    return Arm(name, script, words, diff, is_control)
 
 
 def flag_names(words: Sequence[str]) -> set[str]:
@@ -167,14 +163,13 @@ def make_copy(arm: Arm, commit: str, out: Path) -> Path:
     unfinished = copy.with_suffix(".part")
     shutil.rmtree(unfinished, ignore_errors=True)  # of a study that was killed
     unfinished.mkdir(parents=True)
-    archive = io.BytesIO(git("archive", commit))
-    tarfile.open(fileobj=archive).extractall(unfinished, filter="data")
+    subprocess.run(["tar", "-x", "-C", unfinished], input=git("archive", commit), check=True)
     if arm.diff:
         # in a folder of a checkout git would take the diff's paths as that checkout's
         environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(unfinished.parent.resolve())}
+        how: dict[str, Any] = {"cwd": unfinished, "env": environment, "capture_output": True}
         diff = arm.diff.encode(errors="surrogateescape")
-        line = ["git", "apply", "--whitespace=nowarn", "-"]
-        done = subprocess.run(line, cwd=unfinished, input=diff, capture_output=True, env=environment)
+        done = subprocess.run(["git", "apply", "--whitespace=nowarn", "-"], input=diff, **how)
         if done.returncode:
             words = done.stderr.decode(errors="replace").strip()
             raise StudyError(f"arm {arm.name}: its diff does not apply to the commit of the study: {words}")
@@ -183,11 +178,10 @@ def make_copy(arm: Arm, commit: str, out: Path) -> Path:
 
 
 def choose_arms(study: Study, arms: Sequence[str], controls: Sequence[str]) -> list[Arm]:
-    """The arms of a command line. A name alone, or the same line again, means the arm that the study has by that name.
-    Raises StudyError for two arms with one name."""
+    """The arms of a command line. Raises StudyError for two arms with one name."""
     chosen = []
     for text in (*arms, *controls):
-        arm = study.arms.get(text) or parse_arm(text, study.commit, is_control=text not in arms)
+        arm = parse_arm(text, study.commit, is_control=text not in arms)
         if study.arms.get(arm.name, arm) != arm:
             raise StudyError(f"arm {arm.name} is another one in this study: a new version needs a new name")
         chosen.append(arm)
@@ -227,17 +221,14 @@ def read_study(out: Path) -> Study:
     if not path.is_file():
         raise StudyError(f"{out} has no study: there is no {path}")
     facts = json.loads(path.read_text())
-    arms = {}
-    for name, arm in facts.pop("arms").items():
-        arms[name] = Arm(**arm | {"flags": tuple(arm["flags"])})
+    arms = {name: Arm(**arm) for name, arm in facts.pop("arms").items()}
     return Study(**facts, arms=arms)
 
 
 def write_study(study: Study, out: Path) -> None:
     """Keep a study; a reader sees the old file or the new one."""
-    text = json.dumps(asdict(study), indent=1)
     unfinished = out / "study.json.part"
-    unfinished.write_text(text)
+    unfinished.write_text(json.dumps(asdict(study), indent=1))
     unfinished.rename(out / "study.json")
 
 
@@ -328,7 +319,6 @@ def run_all(study: Study, runs: Sequence[Run], out: Path, jobs: int, lock: int) 
     waiting = list(runs)
     running: dict[subprocess.Popen, Run] = {}
     begun = time.monotonic()
-    told: set[str] = set()  # arms of which the warnings have been told
     failed = 0
     try:
         while waiting or running:
@@ -342,25 +332,15 @@ def run_all(study: Study, runs: Sequence[Run], out: Path, jobs: int, lock: int) 
                 failed += problem is not None
                 number = len(runs) - len(waiting) - len(running)
                 minutes = (time.monotonic() - begun) / 60
-                print(f"{number} of {len(runs)}, {minutes:.1f} min: {told_of(run, problem)}", flush=True)
-                if run.arm.name not in told:
-                    told.add(run.arm.name)
-                    for warning in OF_THE_CODE.findall(run.log.read_text(errors="replace")):
-                        print(f"arm {run.arm.name}: {warning}", flush=True)
+                said = (
+                    f"FAILED, {problem}" if problem else f"held-out area {read_result(run.finished, METRIC).area:.3f}"
+                )
+                print(f"{number} of {len(runs)}, {minutes:.1f} min: {run.arm.name} seed {run.seed}: {said}", flush=True)
     finally:
         for process in [process for process in running if process.poll() is None]:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     return failed
-
-
-def told_of(run: Run, problem: str | None) -> str:
-    """What is told of a run that has ended."""
-    name = f"{run.arm.name} seed {run.seed}"
-    if problem is not None:
-        return f"{name} FAILED, {problem}"
-    result = read_result(run.finished, METRIC)
-    return f"{name}: held-out {result.start:.3f} -> {result.last:.3f}, area {result.area:.3f}"
 
 
 def run(options: argparse.Namespace, flags: list[str]) -> bool:
@@ -440,10 +420,9 @@ def results_of(outs: Sequence[Path], arm: str, metric: str) -> Results:
 
 
 def mean_of(values: Iterable[float]) -> float:
-    """Their mean, without the digits that float64 rounds: they would be a difference of arms that are equal. NaN of no
-    values."""
+    """Their mean, NaN of no values."""
     known = list(values)
-    return round(float(np.mean(known)), DIGITS) if known else math.nan
+    return float(np.mean(known)) if known else math.nan
 
 
 def compare(arm: Results, base: Results, what: str) -> Difference:
@@ -476,13 +455,6 @@ def verdict_of(arm: Arm, area: Difference, p: float) -> str:
     return f"{word} (p {p:.2g})"
 
 
-def adjusted(differences: Mapping[str, Difference]) -> dict[str, float]:
-    """The p of each difference for all of them together, by Benjamini and Hochberg: of those below 0.05 one in twenty
-    is expected to be chance. One without a p has 1."""
-    p_values = np.nan_to_num([difference.p for difference in differences.values()], nan=1.0)
-    return dict(zip(differences, stats.false_discovery_control(p_values), strict=True))
-
-
 def warnings_of(results: Mapping[str, Results]) -> list[str]:
     """What makes the comparison of an arm with the first one doubtful."""
     base = next(iter(results))
@@ -509,7 +481,10 @@ def print_table(outs: Sequence[Path], metric: str) -> bool:
     results = {arm.name: results_of(outs, arm.name, metric) for arm in arms}
     base = arms[0].name
     areas = {arm.name: compare(results[arm.name], results[base], "area") for arm in arms[1:]}
-    p_values = adjusted({arm.name: areas[arm.name] for arm in arms[1:] if not arm.is_control})
+    ideas = [arm.name for arm in arms[1:] if not arm.is_control]
+    # Benjamini and Hochberg: of those below 0.05 one in twenty is expected to be chance
+    adjusted = stats.false_discovery_control(np.nan_to_num([areas[name].p for name in ideas], nan=1.0))
+    p_values = dict(zip(ideas, adjusted, strict=True))
 
     print(f"| arm | seeds | area | area - {base}, 95 % interval | last | last - {base}, 95 % interval | verdict |")
     print("|---|---|---|---|---|---|---|")

@@ -1,8 +1,5 @@
-"""The scripts of scripts/data that write the rows of others in one shape: labels, hashes, and what is left out because
-an evaluation asks it.
-"""
+"""The scripts of scripts/data that write the rows of others in one shape."""
 
-import hashlib
 import json
 import sys
 
@@ -15,18 +12,10 @@ from scripts.data import competition_math, gsm8k, rlvr
 from scripts.parts import solver
 from tests.conftest import REPO
 
-LONG = "A baker fills 12 trays with 9 rolls each, sells all but 14 rolls before noon, and wonders how many were sold."
-GSM8K = {
-    "train": [
-        {"question": "Ann has 3 pens and buys 4. How many?", "answer": "3 + 4 = <<3+4=7>>7\n#### 7"},
-        {"question": LONG, "answer": "12*9 = 108, 108-14 = 94\n#### 94"},
-        {"question": "A house costs 1,000 times $1,200. How much is it?", "answer": "It is that.\n#### 1,200,000"},
-    ],
-    "test": [
-        {"question": "ann has 3 pens, and buys 4: how many", "answer": "#### 7"},
-        {"question": "It is Monday. " + LONG.replace("wonders", "asks"), "answer": "#### 94"},
-    ],
-}
+GSM8K = [
+    {"question": "Ann has 3 pens and buys 4. How many?", "answer": "3 + 4 = <<3+4=7>>7\n#### 7"},
+    {"question": "A house costs 1,000 times $1,200. How much is it?", "answer": "It is that.\n#### 1,200,000"},
+]
 SCRIPTS = {"gsm8k": gsm8k, "competition_math": competition_math, "rlvr": rlvr}
 
 
@@ -47,32 +36,19 @@ def read_rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.fixture
-def source(tmp_path):
-    for split, data in GSM8K.items():
-        write_rows(tmp_path / "source" / f"{split}.jsonl", data)
-    return tmp_path / "source"
-
-
-def test_gsm8k_rows_and_their_hash(source, tmp_path, tiny_models):
-    run_data("gsm8k", "--source", source, "--prompt", "verl", "--out", tmp_path / "out")
+def test_gsm8k_rows(tmp_path, tiny_models):
+    for split in ("train", "test"):
+        write_rows(tmp_path / "source" / f"{split}.jsonl", GSM8K)
+    run_data("gsm8k", "--source", tmp_path / "source", "--prompt", "verl", "--out", tmp_path / "out")
     train = read_rows(tmp_path / "out/train.jsonl")
-    assert [row["ground_truth"] for row in train] == ["7", "94", "1200000"]
+    assert read_rows(tmp_path / "out/test.jsonl") == train
+    assert [row["ground_truth"] for row in train] == ["7", "1200000"]
     text = 'Ann has 3 pens and buys 4. How many? Let\'s think step by step and output the final answer after "####".'
     assert train[0]["messages"] == train[0]["prompt"] == [{"role": "user", "content": text}]
-    for name in ("train.jsonl", "test.jsonl"):
-        digest = hashlib.sha256((tmp_path / "out" / name).read_bytes()).hexdigest()
-        assert (tmp_path / "out" / f"{name}.sha256").read_text() == f"{digest}  {name}\n"
     mixer = [str(tmp_path / "out/train.jsonl"), "1.0"]
     args = grpo.Args(model_name_or_path=str(tiny_models()), max_prompt_token_length=512, dataset_mixer_list=mixer)
     prompts = utils.load_prompts("dataset_mixer_list", args, utils.load_tokenizer(args))
-    assert [(p.ground_truths, p.verifiers) for p in prompts][2] == (("1200000",), ("gsm8k",))
-
-
-def test_decontamination_drops_equal_and_overlapping_questions(source, tmp_path):
-    flags = ["--source", source, "--prompt", "verl", "--out", tmp_path / "out"]
-    run_data("gsm8k", *flags, "--decontaminate", source / "test.jsonl")
-    assert [row["ground_truth"] for row in read_rows(tmp_path / "out/train.jsonl")] == ["1200000"]
+    assert [(p.ground_truths, p.verifiers) for p in prompts][1] == (("1200000",), ("gsm8k",))
 
 
 def test_competition_math(tmp_path):
@@ -120,8 +96,5 @@ def test_rlvr_mix(tmp_path):
     loaded = datasets.load_dataset("json", data_files=path, split="train", cache_dir=str(tmp_path / "cache"))
     assert [loaded.features[name].feature.dtype for name in ("ground_truth", "dataset")] == ["string"] * 2
     assert [row["ground_truth"] for row in loaded] == [row["ground_truth"] for row in train]
-    first = (tmp_path / "out/train.jsonl").read_bytes()
-    run_data("rlvr", *pairs, "--out", tmp_path / "out")
-    assert (tmp_path / "out/train.jsonl").read_bytes() == first
     with pytest.raises(SystemExit, match="8"):
         run_data("rlvr", "--dataset_mixer_list", tmp_path / "b.jsonl", 9, "--out", tmp_path / "x")

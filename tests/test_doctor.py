@@ -1,6 +1,5 @@
 """scripts/doctor.py names what is wrong, and installs nothing; the pins agree."""
 
-import importlib.metadata
 import os
 import re
 import shutil
@@ -43,8 +42,6 @@ def test_this_machine_has_all_that_is_needed(tmp_path):
     assert status == 0, said
     assert said["Python"].startswith("ok") and said["packages"].startswith("ok")
     assert said["vLLM"].startswith("ok sampled token")
-    if "GPU" not in said and sys.platform == "linux" and os.uname().machine == "x86_64":
-        assert said["OpenMP"].startswith("WARN") and "source scripts/setup.sh" in said["OpenMP"]
 
 
 def test_wrong_and_missing_pins_are_named(tmp_path, monkeypatch):
@@ -68,7 +65,7 @@ def test_nothing_installed_yet_says_so_and_installs_nothing(tmp_path):
     status, said = lines("bash", str(tmp_path / "scripts" / "setup.sh"), "--check", PYTHON="bare", PATH=path)
     assert status == 1
     assert said["packages"] == ("FAIL nothing of requirements-cpu.txt is installed yet fix: bash scripts/setup.sh")
-    assert said["Python"].startswith("ok") and "needed to install" in said["disk"] and "vLLM" not in said
+    assert said["Python"].startswith("ok") and "vLLM" not in said
     assert not (tmp_path / ".venv").exists()
 
     done = subprocess.run(["bash", str(tmp_path / "scripts" / "setup.sh"), "--chekc"], capture_output=True, text=True)
@@ -103,17 +100,3 @@ def test_requirements_are_pinned_and_agree():
     assert cpu.pop("triton"), "GPUs get it with torch"
     assert gpu.pop("cuda-python").startswith("13."), "with 12 FlashInfer does not import"
     assert gpu == cpu
-
-
-def test_every_pin_is_one_that_the_other_packages_take():
-    """As their metadata say; vLLM's are read from its CPU build, which asks for the same release."""
-    pinned, asked = read_pins("requirements.txt"), []
-    for distribution in importlib.metadata.distributions():
-        for line in distribution.requires or ():
-            r = Requirement(line.replace("+cpu", ""))  # of the CPU build of torch
-            name = re.sub(r"[-_.]+", "-", r.name).lower()
-            if name in pinned and (r.marker is None or r.marker.evaluate({"extra": ""})):
-                who = f"{distribution.metadata['Name']} asks for {line}"
-                asked.append(who)
-                assert r.specifier.contains(pinned[name], prereleases=True), f"{who}, pinned is {pinned[name]}"
-    assert any(who.startswith(("vllm", "datasets")) for who in asked) and len(asked) > 20

@@ -32,13 +32,13 @@ def test_a_run_is_evaluated_as_it_evaluated_itself(tmp_path, tiny_models):
     assert evaluation["evaluation"] and len(found) == 6
     assert [(r["text"], r["score"]) for r in found] == [(r["text"], r["score"]) for r in evaluation["rollouts"]]
     logged = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-    of_file = program.read_evaluation("a", path)
+    of_file = program.read_evaluation(path)
     for name, metric in (
         ("accuracy", "eval/pass_at_1"),
         ("pass@2", "eval/pass_at_2_unbiased"),
         ("score", "eval/scores"),
     ):
-        values = of_file.by_prompt(program.measures([of_file])[name]).values()
+        values = map(program.measures([of_file])[name], of_file.values())
         assert math.isclose(sum(values) / 3, logged[metric], rel_tol=1e-6), name
     assert f"| {run} | 3 | 6 |" in done.stdout and "score" in done.stdout
 

@@ -3,6 +3,7 @@ a GPU or a network, smoke runs. What the reference documents name: tests/documen
 """
 
 import csv
+import inspect
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import grpo
 import grpo_fast
 import rewards
 import utils
+from scripts.data import prepare as data
 from scripts.reports import benchmark_report, metrics
 from scripts.train.debug import smoke
 from tests import programs
@@ -82,23 +84,20 @@ def read_flags(recipe):
 
 
 def check(command, script, args, nodes):
-    """What the scripts' own main functions check before they start."""
+    """What the scripts' own main functions check before they start; the number of ranks."""
     for name in [*args.dataset_mixer_list, *args.dataset_mixer_eval_list]:
         if name.endswith(".jsonl"):  # made by the recipe before it starts
             Path(name).parent.mkdir(parents=True, exist_ok=True)
             Path(name).touch()
+    ranks = int(command[command.index("--nproc_per_node") + 1]) * nodes if command[0] == "torchrun" else 1
     if script == "grpo.py":
-        ranks = int(command[command.index("--nproc_per_node") + 1]) if command[0] == "torchrun" else 1
         args.check(ranks)
         return ranks
-    if command[0] == "python":
-        grpo_fast.check_fast_args(args, None, 1)
-        ranks = sum(args.num_learners_per_node) + args.vllm_num_engines * args.vllm_tensor_parallel_size
-    else:
-        ranks = 8 * nodes
-        grpo_fast.check_fast_args(args, ranks, 8)
+    grpo_fast.check_fast_args(args, None if command[0] == "python" else ranks, 8)
     args.check(1, fast=True)
-    return 1 if args.single_gpu_mode else ranks
+    if command[0] == "python" and not args.single_gpu_mode:
+        return sum(args.num_learners_per_node) + args.vllm_num_engines * args.vllm_tensor_parallel_size
+    return ranks
 
 
 def nodes_of(text):
@@ -159,13 +158,17 @@ def test_a_recipe_prints_its_plan_on_a_laptop(recipe, tmp_path, monkeypatch, cap
     told = subprocess.run(command, check=True, cwd=tmp_path, capture_output=True, text=True).stdout
     world_size, on_node, script, *flags = (tmp_path / "captured").read_bytes().decode().split("\0")[:-1]
     text = path.read_text()
-    assert told.count("python scripts/data/") == text.count("python scripts/data/")
+    made = re.findall(r"^first    python (scripts/data/\S+)(.*): left out", told, re.MULTILINE)
+    assert len(made) == text.count("python scripts/data/")
+    for maker, flags_of_data in made:
+        source = (REPO / maker).read_text() + inspect.getsource(data.parser)
+        assert all(f'"{flag}"' in source for flag in re.findall(r"--\w+", flags_of_data)), flags_of_data
 
-    ranks = 8 * nodes_of(text) if "nproc_per_node 8" in text else 1
+    ranks = 8 * nodes_of(text) if "on_all_nodes" in text or "nproc_per_node 8" in text else 1
     assert (int(world_size), int(on_node)) == (ranks, min(ranks, 8))
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: pytest.fail("a dry run asks the network"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # of the laptop
-    if "torchrun" in text:
+    if ranks > 1:
         ours = {"TORCHELASTIC_RUN_ID": "plan", "RANK": 0, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": on_node}
         for name, value in ours.items():
             monkeypatch.setenv(name, str(value))

@@ -6,7 +6,6 @@ without any are dropped and counted.
 
     python scripts/data/competition_math.py [--dataset DigitalLearningGmbH/MATH-lighteval, or FILE or DIR]
         [--out data/math] [--rows 30000] [--eval_rows 300] [--verifier math|solver] [--prompt_file FILE]
-        [--decontaminate EVAL ...]
 
 --rows draws that many, of which --eval_rows go to eval.jsonl. --prompt_file has {question} in it. --verifier solver
 writes labels {"question", "answer"}: the response is then a guideline for a solver, which gets the bare question.
@@ -25,7 +24,7 @@ from scripts.data import prepare as data
 
 def math_row(row: dict, verifier: str, template: str) -> dict | None:
     """A row of problem and solution, or of question and answer; None without an answer. Raises KeyError."""
-    question = bare_question(row).strip()
+    question = (row.get("problem") or row["question"]).strip()
     answer = str(row.get("answer") or row.get("final_answer") or last_box(row.get("solution") or "") or "")
     if not answer.strip():
         return None
@@ -33,13 +32,8 @@ def math_row(row: dict, verifier: str, template: str) -> dict | None:
     return data.question_row(template.replace("{question}", question), label, verifier)
 
 
-def bare_question(row: dict) -> str:
-    """Raises KeyError."""
-    return row.get("problem") or row["question"]
-
-
-def read(source: str, split: str, verifier: str, template: str) -> list[data.Asked]:
-    """[(bare question, row)] of a split; prints how many rows have no answer."""
+def read(source: str, split: str, verifier: str, template: str) -> list[data.Row]:
+    """The rows of a split; prints how many have no answer."""
     found = []
     missing = 0
     for where, row in data.read_rows(source, split):
@@ -50,7 +44,7 @@ def read(source: str, split: str, verifier: str, template: str) -> list[data.Ask
         if made is None:
             missing += 1
         else:
-            found.append((bare_question(row), made))
+            found.append(made)
     if missing:
         print(f"{source} {split}: {missing} rows without an answer dropped")
     return found
@@ -78,7 +72,7 @@ def main() -> None:
         sys.exit(f"--rows {args.rows}: only {len(train)} rows with an answer")
     if args.rows is not None or args.eval_rows:
         train = random.Random(args.seed).sample(train, args.rows or len(train))
-    data.save_train(train[args.eval_rows :], args)
+    data.write(train[args.eval_rows :], args.out / "train.jsonl")
     if args.eval_rows:
         data.write(train[: args.eval_rows], args.out / "eval.jsonl")
     else:

@@ -4,7 +4,6 @@
 (--remap_verifier gsm8k=gsm8k_verl); boxed asks for a box.
 
     python scripts/data/gsm8k.py [--prompt verl] [--source openai/gsm8k:main, or DIR] [--out data/gsm8k]
-        [--decontaminate EVAL ...]
 
 DIR has train.jsonl and test.jsonl with the columns question and answer, as in the authors' repository.
 """
@@ -34,10 +33,18 @@ def gsm8k_row(row: dict, prompt: str) -> dict:
 
 
 def main() -> None:
-    parser = data.parser(__doc__, "data/gsm8k", "openai/gsm8k:main")
+    parser = data.parser(__doc__, "data/gsm8k")
+    parser.add_argument("--source", default="openai/gsm8k:main", help="hub dataset or local directory")
     parser.add_argument("--prompt", choices=PROMPTS, default="plain")
     args = parser.parse_args()
-    data.convert(args, lambda row: gsm8k_row(row, args.prompt))
+    for split in ("train", "test"):
+        rows = []
+        for where, row in data.read_rows(args.source, split):
+            try:
+                rows.append(gsm8k_row(row, args.prompt))
+            except (KeyError, ValueError) as error:
+                sys.exit(f"{where}: {error!r}")
+        data.write(rows, args.out / f"{split}.jsonl")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """A mix of datasets in open-instruct's shape as one train.jsonl: the RLVR mixes of Tulu 3 and OLMo 3.
 
     python scripts/data/rlvr.py --dataset_mixer_list NAME AMOUNT [NAME AMOUNT ...] [--out data/rlvr] [--seed 1]
-        [--decontaminate EVAL ...]
 
 NAME is a hub dataset (`org/name` or `org/name:config`), a .jsonl or .parquet file or a directory; AMOUNT a fraction
 (1.0) or a number of rows (20000), as in grpo.py. Rows keep their verifiers, with two changes: names are in lower case,
@@ -82,11 +81,11 @@ def rlvr_row(row: dict) -> dict:
     return data.make_row(messages, labels, verifiers)
 
 
-def read(name: str, split: str) -> list[dict]:
+def read(name: str) -> list[dict]:
     """The rows of a data set; prints how many are dropped and why."""
     rows = []
     dropped: collections.Counter[str] = collections.Counter()
-    for _, row in data.read_rows(name, split):
+    for _, row in data.read_rows(name, "train"):
         try:
             rows.append(rlvr_row(row))
         except ValueError as error:
@@ -99,13 +98,12 @@ def read(name: str, split: str) -> list[dict]:
 def main() -> None:
     parser = data.parser(__doc__, "data/rlvr")
     parser.add_argument("--dataset_mixer_list", nargs="+", required=True, metavar="NAME AMOUNT")
-    parser.add_argument("--split", default="train")
     parser.add_argument("--seed", type=int, default=1, help="of the draw and the order")
     args = parser.parse_args()
     mixed: list[dict] = []
     try:
         for name, amount in utils.parse_mixer("dataset_mixer_list", args.dataset_mixer_list):
-            mixed += draw(name, read(name, args.split), amount, args.seed)
+            mixed += draw(name, read(name), amount, args.seed)
     except ValueError as error:
         sys.exit(str(error))
     rng = random.Random(args.seed)
@@ -115,7 +113,7 @@ def main() -> None:
     for row in mixed:
         counts.update(parse_row(row)[2])
     print("verifiers: " + ", ".join(f"{verifier} {count}" for verifier, count in counts.most_common()))
-    data.save_train([(data.question_of(row), row) for row in mixed], args)
+    data.write(mixed, args.out / "train.jsonl")
 
 
 if __name__ == "__main__":

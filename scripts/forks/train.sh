@@ -79,7 +79,7 @@ if [[ -n "$has_labels" ]]; then # which answers are compared with
     run+=_largest_digit
     data=data/tasks/largest_digit
     metric=eval/objective/verifiable_correct_rate
-    python scripts/data/make_tasks.py --tasks largest_digit
+    python scripts/data/make_tasks.py
     task=(--model_name_or_path scripts/studies/fly --total_episodes 1280 --response_length 14 --local_eval_every 5
         --dataset_mixer_list "$data/train.jsonl" 1.0 --dataset_mixer_eval_list "$data/eval.jsonl" 1.0
         --remap_verifier learned=gsm8k)

@@ -2,9 +2,9 @@
 
     python scripts/reports/benchmark_report.py RUN [--out FILE.md]
 
-Four tables (convergence, performance, efficiency, lengths), each of the 62 metrics of veRL's summary over the steps, or
-the reason why it has no value, and a sentence of definition for each. benchmark_metrics.tsv lists the metrics.
-Values are those of the last step that has them, and the mean over the steps after the first. Where veRL's mislead:
+Five tables (convergence, performance, efficiency, lengths, others) have the 62 metrics of veRL's summary over the
+steps, or the reason why one has no value; then a sentence of definition for each. benchmark_metrics.tsv lists them.
+Values are those of the first and the last step, and the mean over the steps after step 1. Where veRL's mislead:
 
 throughput      over the step alone; veRL's step has validation and saving in it
 advantages      their mean is 0, whatever was learned. The returns are the same numbers
@@ -130,12 +130,6 @@ def values(run: Run, name: str, after: int = 0) -> list[float]:
     return found
 
 
-def last_accuracy(run: Run) -> intervals.Estimate | None:
-    """The share of right responses of the last evaluation, with its interval over prompts."""
-    found = [intervals.held_out(row, run.args.get("eval_pass_at_k", 1)) for row in run.rows.values()]
-    return next((accuracy for accuracy in reversed(found) if accuracy), None)
-
-
 # --- Tables -----------------------------------------------------------------------------------------------------------
 
 
@@ -165,43 +159,30 @@ def shown(run: Run, name: str) -> str:
     return f"`{name.replace('SOURCE', '+'.join(sources)).replace('mean@1', f'mean@{samples}')}`"
 
 
-def remark(run: Run, name: str) -> str:
-    """What the value means in this run."""
-    known = values(run, name)
+def remark(run: Run, name: str, known: list[float]) -> str:
+    """What the values mean in this run."""
     if not known:
         return METRICS[name].missing or "not recorded in this run"
-    accuracy = last_accuracy(run)
-    if name == ACCURACY and accuracy:
+    found = [intervals.held_out(row) for row in run.rows.values()] if name == ACCURACY else []
+    accuracy = next((estimate for estimate in reversed(found) if estimate), None)
+    if accuracy:
         interval = f"95 % interval over {accuracy.n} prompts {accuracy.low:.4f} to {accuracy.high:.4f}"
         return f"{interval}; best {max(known):.4f} of {len(known)} evaluations"
     return METRICS[name].remark
 
 
 def metrics_table(run: Run, name: str) -> str:
-    """One of the four tables."""
+    """One of the five tables; "" is the last."""
     rows = []
     for metric in METRICS.values():
         if metric.table == name:
             known = values(run, metric.verl)
             later = values(run, metric.verl, after=1)
-            last = number(known[-1] if known else None)
-            mean = number(statistics.fmean(later) if later else None)
-            rows.append([shown(run, metric.verl), f"`{metric.ours}`", last, mean, remark(run, metric.verl)])
-    return table(["veRL's name", "ours", "last", "mean after step 1", "remark"], rows, text=(0, 1, 4))
-
-
-def history(run: Run) -> str:
-    """Every metric over the steps, as wandb's summary shows it, and those without a value with the reason."""
-    rows = []
-    missing = []
-    for name in sorted(METRICS):
-        known = values(run, name)
-        if known:
-            rows.append([shown(run, name), sparkline(known), number(known[0]), number(known[-1])])
-        else:
-            missing.append(f"- {shown(run, name)}: {remark(run, name)}")
-    found = table(["veRL's name", "steps", "first", "last"], rows, text=(0, 1))
-    return "\n\n".join([found, "Without a value in this run:", "\n".join(missing)])
+            cells = [sparkline(known), *map(number, known[:1] + known[-1:])] if known else [""] + 2 * [NOTHING]
+            cells.append(number(statistics.fmean(later) if later else None))
+            rows.append([shown(run, metric.verl), f"`{metric.ours}`", *cells, remark(run, metric.verl, known)])
+    head = ["veRL's name", "ours", "steps", "first", "last", "mean after step 1", "remark"]
+    return table(head, rows, text=(0, 1, 2, 6))
 
 
 # --- The report -------------------------------------------------------------------------------------------------------
@@ -234,9 +215,8 @@ def configuration(run: Run) -> str:
 def write_markdown(run: Run) -> str:
     """The report."""
     parts = [f"# Benchmark report: {run.label}", configuration(run)]
-    for name in ("convergence", "performance", "efficiency", "length"):
-        parts += [f"## {name.capitalize()} metrics", metrics_table(run, name)]
-    parts += ["## Run history", history(run)]
+    for name in ("convergence", "performance", "efficiency", "length", ""):
+        parts += [f"## {(name or 'other').capitalize()} metrics", metrics_table(run, name)]
     parts += ["One run: differences between seeds are in none of these figures.", "## Metric definitions"]
     meanings = [f"- **{shown(run, name)}**: {METRICS[name].meaning}" for name in sorted(METRICS)]
     return "\n\n".join([*parts, "\n".join(meanings)]) + "\n"

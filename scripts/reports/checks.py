@@ -11,6 +11,7 @@ from scripts.reports.common import CORRECT, GAP
 
 Rows = list[dict[str, Any]]  # of metrics.jsonl
 Check = dict[str, Any]
+NONFINITE = "optim/nonfinite_updates"
 
 
 def check(name: str, fine: bool, numbers: str, threshold: str) -> Check:
@@ -60,7 +61,7 @@ def check_learning(rows: Rows, args: dict[str, Any]) -> Iterator[Check]:
         numbers = f"{scores.first:.3g} -> {scores.last:.3g}, a rise of {rise:.2g} with an error of {scores.error:.2g}"
         yield check("score", fine, numbers, "no rise of 2 standard errors, and not near the maximum")
 
-    evaluations = [intervals.held_out(row, args.get("eval_pass_at_k", 1)) for row in rows]
+    evaluations = [intervals.held_out(row) for row in rows]
     known = [evaluation for evaluation in evaluations if evaluation is not None]
     if len(known) > 1:
         first = known[0]
@@ -125,7 +126,7 @@ def check_policy(rows: Rows, args: dict[str, Any]) -> Iterator[Check]:
 
 
 def check_groups(rows: Rows, args: dict[str, Any]) -> Iterator[Check]:
-    """Whether the prompts are too easy or too hard to learn from, and which rollouts have no reward."""
+    """Whether the prompts are too easy or too hard to learn from."""
     kinds = ("val/total_reward_groups", "batch/filtered_prompts_solved", "batch/filtered_prompts_zero")
     groups = ends(rows, "batch/total_prompts")
     found = [ends(rows, kind) for kind in kinds]
@@ -133,16 +134,14 @@ def check_groups(rows: Rows, args: dict[str, Any]) -> Iterator[Check]:
         useful, solved, hopeless = (kind.last / max(groups.last, 1) for kind in found)
         numbers = f"last {useful:.1%}; all right {solved:.1%}, all at 0 {hopeless:.1%}"
         yield check("groups with a gradient", useful >= 0.3 or near_best(rows, args), numbers, "last < 30 %")
-    missing = series(rows, "batch/missing_rewards")
-    if missing:
-        yield check("missing rewards", sum(missing) == 0, f"{sum(missing):.0f} rollouts", "> 0")
 
 
-def check_updates(rows: Rows, args: dict[str, Any]) -> Iterator[Check]:
-    """Optimizer steps and their gradients."""
-    bad = series(rows, "optim/nonfinite_updates")
-    if bad:
-        yield check("non-finite updates", sum(bad) == 0, f"{sum(bad):.0f} in {len(bad)} steps", "> 0")
+def check_faults(rows: Rows, args: dict[str, Any]) -> Iterator[Check]:
+    """Rollouts without a reward, and updates that did not come about or were wild."""
+    for name, metric in (("missing rewards", "batch/missing_rewards"), ("non-finite updates", NONFINITE)):
+        counts = series(rows, metric)
+        if counts:
+            yield check(name, sum(counts) == 0, f"{sum(counts):.0f} in {len(counts)} steps", "> 0")
     norms = series(rows, "optim/grad_norm")
     if len(norms) > 2 and np.median(norms) > 0:
         ratio = max(norms) / np.median(norms)
@@ -155,6 +154,6 @@ def check_run(rows: Rows, args: dict[str, Any]) -> list[Check]:
     are the first and the last fifth of the steps."""
     holes = sorted({name for row in rows for name, value in row.items() if value is None})
     checks = [check("NaN or infinite metrics", not holes, ", ".join(holes[:6]) or "none", "any")]
-    for ask in (check_policy, check_groups, check_updates, check_audit):
+    for ask in (check_policy, check_groups, check_faults, check_audit):
         checks += ask(rows, args)
     return [*check_learning(rows, args), *sorted(checks, key=lambda check: check["fine"])]

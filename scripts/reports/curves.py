@@ -10,13 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from scripts.reports import intervals
-from scripts.reports.common import CORRECT, GAP, parser, phases, pyplot, read_json, read_lines
+from scripts.reports.common import CORRECT, GAP, parser, phases, pyplot, read_lines
 
 HELD_OUT = f"eval/{CORRECT}"
 # title -> unit, then metric -> label
@@ -51,37 +49,11 @@ def draw_curves(axis: Any, rows: list[dict[str, Any]], labels: dict[str, str]) -
     for name, label in labels.items():
         values = points(rows, name)
         if values:
-            marker = "o" if name.startswith("eval/") else None
-            axis.plot(list(values), list(values.values()), label=label, marker=marker, markersize=4)
+            axis.plot(list(values), list(values.values()), label=label, marker=".")
     if axis.lines:
         axis.legend()
     else:
         axis.text(0.5, 0.5, "not recorded in this run", ha="center", transform=axis.transAxes)
-
-
-def shade_held_out(axis: Any, rows: list[dict[str, Any]], samples: int) -> None:
-    """The 95 % interval of each evaluation's share of correct responses, over its prompts."""
-    found = {row["training_step"]: intervals.held_out(row, samples) for row in rows}
-    known = {step: accuracy for step, accuracy in found.items() if accuracy is not None}
-    low = [accuracy.low for accuracy in known.values()]
-    high = [accuracy.high for accuracy in known.values()]
-    if known:
-        axis.fill_between(list(known), low, high, alpha=0.2, color="C1", linewidth=0)
-
-
-def draw_seconds(axis: Any, rows: list[dict[str, Any]]) -> None:
-    """A bar for each step, its phases on top of each other."""
-    seconds = {phase: points(rows, f"time/{phase}") for phase in phases(rows)}
-    steps = sorted({step for values in seconds.values() for step in values if step > 0})
-    bottom = np.zeros(len(steps))
-    for phase, values in seconds.items():
-        heights = np.array([values.get(step, 0.0) for step in steps])
-        if heights.any():
-            axis.bar(steps, heights, bottom=bottom, width=1.0, label=phase)
-            bottom += heights
-    axis.set_ylim(0, 1.3 * max(bottom, default=1.0))  # room for the legend above the bars
-    if steps:
-        axis.legend(ncols=3, loc="upper center", handlelength=1, columnspacing=1)
 
 
 def draw(run_dir: Path, path: Path) -> None:
@@ -96,19 +68,18 @@ def draw(run_dir: Path, path: Path) -> None:
         title += f": {rows[-1]['training_step']} steps, {rows[-1]['episode']:.0f} episodes"
     figure.suptitle(title)
 
-    *panels, seconds = axes.flat
-    for axis, (name, (unit, labels)) in zip(panels, PANELS.items(), strict=True):
+    seconds = {f"time/{phase}": phase for phase in phases(rows)}
+    panels = PANELS | {"time per step": ("seconds", seconds)}
+    for axis, (name, (unit, labels)) in zip(axes.flat, panels.items(), strict=True):
         axis.set(title=name, ylabel=unit, xlabel="training step")
         draw_curves(axis, rows, labels)
-    shade_held_out(panels[0], rows, read_json(run_dir / "args.json").get("eval_pass_at_k", 1))
-    panels[0].set_ylim(-0.02, 1.02)
-    gaps = [line.get_ydata() for line in panels[-1].lines]
-    if gaps and all((gap > np.zeros(1)).all() for gap in gaps):
-        panels[-1].set_yscale("log")
-    seconds.set(title="time per step", ylabel="seconds", xlabel="training step")
-    draw_seconds(seconds, rows)
-    for axis in axes.flat:  # each tick takes time, and there is no step 1.5
-        axis.xaxis.set_major_locator(plt.MaxNLocator(6, integer=True))
+        axis.xaxis.set_major_locator(plt.MaxNLocator(6, integer=True))  # each tick takes time
+    found = {row["training_step"]: intervals.held_out(row) for row in rows}
+    known = {step: accuracy for step, accuracy in found.items() if accuracy is not None}
+    low = [accuracy.low for accuracy in known.values()]
+    high = [accuracy.high for accuracy in known.values()]
+    axes.flat[0].fill_between(list(known), low, high, alpha=0.2, color="C1", linewidth=0)
+    axes.flat[0].set_ylim(-0.02, 1.02)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

@@ -15,10 +15,22 @@ nodes="$(sed -n 's/^#SBATCH --nodes=//p' "$recipe")" # empty for one node
 # What ranks of several nodes show each other; srun hands it to all nodes
 export GRPO_SECRET="${GRPO_SECRET:-$(od -An -N 16 -tx1 /dev/urandom | tr -d ' \n')}"
 
-if ((dry_run)); then
-    SLURM_NNODES="$nodes" SLURM_JOB_ID=0 SLURM_JOB_NODELIST=localhost
+head_node="$([[ -z "$nodes" || -z "${SLURM_JOB_NODELIST:-}" ]] || scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 
-    scontrol() { echo localhost; }
+# SCRIPT FLAGS... in 8 ranks of each node of the job. Torchrun starts all again, at most three times, when one has died
+on_all_nodes() {
+    srun --kill-on-bad-exit=0 torchrun \
+        --nnodes "$SLURM_NNODES" \
+        --nproc_per_node 8 \
+        --max-restarts 3 \
+        --rdzv_backend c10d \
+        --rdzv_id "$SLURM_JOB_ID" \
+        --rdzv_endpoint "$head_node:$((20000 + SLURM_JOB_ID % 20000))" \
+        "$@"
+}
+
+if ((dry_run)); then
+    SLURM_NNODES="$nodes" SLURM_JOB_ID=0 head_node=localhost
 
     srun() {
         while [[ "$1" == -* ]]; do shift; done

@@ -18,7 +18,7 @@ length) task=largest_digit reward=long_winded temperature=2.5 ;;
 label) task=last reward=anywhere temperature=1.5 ;;
 esac
 source scripts/train/start.sh "$@"
-python scripts/data/make_tasks.py --tasks "$task"
+python scripts/data/make_tasks.py
 
 python grpo.py \
     --exp_name "hack_$hole" \

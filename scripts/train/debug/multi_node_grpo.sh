@@ -17,16 +17,8 @@ source scripts/train/start.sh "$@"
 # Where a node's name means 127.0.1.1, as in Debian's /etc/hosts, the ranks wait for one another in vain. There, and
 # where nodes have several networks, name the fast one's interface (ip -brief address).
 # export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0
-head_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 
-srun --kill-on-bad-exit=0 torchrun \
-    --nnodes "$SLURM_NNODES" \
-    --nproc_per_node 8 \
-    --max-restarts 3 \
-    --rdzv_backend c10d \
-    --rdzv_id "$SLURM_JOB_ID" \
-    --rdzv_endpoint "$head_node:$((20000 + SLURM_JOB_ID % 20000))" \
-    grpo_fast.py \
+on_all_nodes grpo_fast.py \
     --exp_name multi_node_grpo \
     --output_dir output \
     --model_name_or_path Qwen/Qwen3-8B \

@@ -34,7 +34,6 @@ KINDS = {  # verifiers -> words in the names of data sets that have them
     "code": "code acecoder Code Think-RL",
     "code_stdio": "stdio",
     "ifeval": "-IF-7B IF_multi tulu3 Think-RL",
-    "general-quality_ref": "general General Think-RL",
     "math gsm8k": "math Math omega tulu3 Think-RL",
     "puzzle": "nq_search",
     "string_f1": "string_f1",
@@ -43,7 +42,7 @@ KINDS = {  # verifiers -> words in the names of data sets that have them
 
 def environment(functions: dict[str, str]) -> dict[str, str]:
     """This environment with shell functions for bash, and what SLURM would have set."""
-    judge = {"OPENAI_BASE_URL": os.environ.get("OPENAI_BASE_URL", "http://localhost:9/v1")}
+    judge = {"OPENAI_BASE_URL": "http://localhost:9/v1"}  # recipes ask for its address, and nobody asks it
     return os.environ | SLURM | judge | {f"BASH_FUNC_{name}%%": body for name, body in functions.items()}
 
 
@@ -114,8 +113,6 @@ def shrink(args, name: str, out: Path) -> list[str]:
 
     # a hybrid model, whose recurrent layers leak from one response of a pack into the next, stays one
     model = make_tiny_model(out / "model", arch="olmo_hybrid" if "Hybrid" in args.model_name_or_path else "llama")
-    if args.llm_judge_model or args.solver_model_name_or_path:
-        server = make_tiny_model(out / "server")
     verifiers = ["solver"] if args.solver_model_name_or_path else verifiers_of(args.dataset_mixer_list[::2])
     samples = min(4, args.num_samples_per_prompt_rollout)
     prompts = math.ceil((len(verifiers) + 2) / args.num_mini_batches) * args.num_mini_batches
@@ -137,36 +134,22 @@ def shrink(args, name: str, out: Path) -> list[str]:
         flags += " --pool_size 1"
     if args.checkpoint_state_freq > 0:
         flags += " --checkpoint_state_freq 2"
-    if args.llm_judge_model:
-        flags += f" --llm_judge_model {server} --llm_judge_max_tokens 16 --llm_judge_max_context_length 1536"
     if args.solver_model_name_or_path:
+        server = make_tiny_model(out / "server")
         flags += f" --solver_model_name_or_path {server} --solver_num_engines 1 --solver_response_length 16"
-    return flags.split()
+    return [*flags.split(), "--llm_judge_model", ""]
 
 
 def run(recipe: Path, more: list[str]) -> int:
     """Run the recipe shrunk, with more flags; its exit status."""
     import grpo
     import utils
-    from scripts.parts import serve
 
     _, flags = training_flags(captures(recipe)[0])
     args = utils.parse_args(grpo.Args, flags)
     with tempfile.TemporaryDirectory() as directory:
-        out = Path(directory)
-        env = environment(RUN)
-        servers = None
-        flags = shrink(args, f"smoke_{recipe.stem}", out)
-        try:
-            if args.llm_judge_model:
-                model = str(out / "server")
-                servers = serve.start_servers(model, out, "judge", max_model_len=2048, model_dtype="float32")
-                env["OPENAI_BASE_URL"] = servers.base_urls[0]
-                env["OPENAI_API_KEY"] = servers.api_key
-            return subprocess.run(["bash", str(recipe), *flags, *more], env=env).returncode
-        finally:
-            if servers is not None:
-                servers.stop()
+        flags = shrink(args, f"smoke_{recipe.stem}", Path(directory))
+        return subprocess.run(["bash", str(recipe), *flags, *more], env=environment(RUN)).returncode
 
 
 if __name__ == "__main__":

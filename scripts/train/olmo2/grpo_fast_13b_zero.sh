@@ -14,18 +14,10 @@
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../..}"
 source scripts/train/start.sh "$@"
-head_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 data=data/math_zs
 [[ -f $data/train.jsonl ]] || python scripts/data/competition_math.py --out $data
 
-srun --kill-on-bad-exit=0 torchrun \
-    --nnodes "$SLURM_NNODES" \
-    --nproc_per_node 8 \
-    --max-restarts 3 \
-    --rdzv_backend c10d \
-    --rdzv_id "$SLURM_JOB_ID" \
-    --rdzv_endpoint "$head_node:$((20000 + SLURM_JOB_ID % 20000))" \
-    grpo_fast.py \
+on_all_nodes grpo_fast.py \
     --exp_name olmo2_13b_grpo_fast_zero \
     --output_dir output \
     --model_name_or_path allenai/OLMo-2-1124-13B \

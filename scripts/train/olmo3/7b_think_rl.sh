@@ -12,17 +12,9 @@
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../..}"
 source scripts/train/start.sh "$@"
-head_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 ((dry_run)) || : "${OPENAI_BASE_URL:?export the address of the judge: scripts/train/differences.md}"
 
-srun --kill-on-bad-exit=0 torchrun \
-    --nnodes "$SLURM_NNODES" \
-    --nproc_per_node 8 \
-    --max-restarts 3 \
-    --rdzv_backend c10d \
-    --rdzv_id "$SLURM_JOB_ID" \
-    --rdzv_endpoint "$head_node:$((20000 + SLURM_JOB_ID % 20000))" \
-    grpo_fast.py \
+on_all_nodes grpo_fast.py \
     --exp_name olmo3_7b_think_rl \
     --output_dir output \
     --model_name_or_path allenai/Olmo-3-7B-Think-DPO \
