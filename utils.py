@@ -2977,10 +2977,6 @@ class Logger:
         if not self.enabled:
             return
         metrics = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
-        if "objective/audit_reward" in metrics:
-            from scripts.parts import audit
-
-            audit.watch(self.run_dir, metrics)
         self.append("metrics", metrics)
         if not self.header_shown:
             headings = [heading.rjust(self.WIDTH) for heading, _, _ in self.COLUMNS]
