@@ -130,6 +130,7 @@ class FakeWandb(types.ModuleType):
 
     id, url, dir, offline = "id7", "https://x", "here", False
     Settings = Table = staticmethod(lambda *args, **kwargs: len(args) and len(args[1]))
+    setup = define_metric = teardown = staticmethod(lambda *args, **kwargs: None)
 
     def __init__(self):
         super().__init__("wandb")
@@ -145,24 +146,15 @@ class FakeWandb(types.ModuleType):
         if self.act == f"fail {when}":
             raise RuntimeError("no network")
 
-    def setup(self, settings):
-        pass
-
     def init(self, id, project, config, mode="online", **more):
         self.do("init" if mode == "online" else mode, id, project, config["exp_name"])
         return self
-
-    def define_metric(self, *args, **kwargs):
-        pass
 
     def log(self, row, step):
         self.do(f"log {step}", row)
 
     def finish(self, exit_code):
         self.do("finish", exit_code)
-
-    def teardown(self):
-        pass
 
 
 @pytest.fixture
@@ -199,7 +191,7 @@ def test_a_tracker_gets_all_rows_and_the_end(fake, tmp_path, world, capsys):
     assert "WARNING" not in out and out.count("tracked by wandb: https://x\n") == 2
 
 
-@pytest.mark.parametrize("act", ["hang init", "hang log 2", "hang finish", "fail offline", "fail log 2", "fail finish"])
+@pytest.mark.parametrize("act", ["hang init", "hang log 2", "fail offline", "fail log 2"])
 def test_a_tracker_that_hangs_or_fails_never_blocks_and_is_told_once(fake, act, tmp_path, world, capsys, monkeypatch):
     monkeypatch.setattr(track, "START_S", 0.5)
     monkeypatch.setattr(track, "WAIT_S", 0.5 if "hang" in act else 30.0)
@@ -215,15 +207,6 @@ def test_a_tracker_that_hangs_or_fails_never_blocks_and_is_told_once(fake, act, 
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 199
     if act == "fail log 2":  # the next row may arrive
         assert [name for name, *_ in fake.got[-3:]] == ["log 198", "log 199", "finish"]
-
-
-def test_wandb_is_offline_where_it_cannot_be_reached(fake, tmp_path, world, capsys):
-    fake.act = "fail init"
-    logger = make_logger(tmp_path, world, "--with_tracking")
-    logger.log({"training_step": 1})
-    logger.close()
-    assert [name for name, *_ in fake.got] == ["init", "offline", "log 1", "finish"]
-    assert "WARNING" not in capsys.readouterr().out
 
 
 FAILS = """
