@@ -296,16 +296,6 @@ class Refusing:
         flags = re.sub(r"--(\w+)", lambda match: self.with_value(match[1]), flags)
         raise UserError(flags + colon + fix)
 
-    def object_of(self, name: str) -> dict[str, Any]:
-        """The JSON object of a flag; {} if it is empty. Raises UserError for anything else."""
-        try:
-            found = json.loads(getattr(self, name) or "{}")
-        except ValueError:
-            found = None
-        if not isinstance(found, dict):
-            self.refuse(f"--{name}: not a JSON object")
-        return found
-
     def with_value(self, name: str) -> str:
         """`--name value`; a yes/no flag, or one that is None, without a value."""
         value = getattr(self, name, None)

@@ -634,7 +634,12 @@ class EngineFlags(Refusing):
     def more_engine_options(self) -> dict[str, Any]:
         """The options of --vllm_kwargs. Raises UserError for what is no JSON object, and for what a flag sets or this
         code needs as it is."""
-        options = self.object_of("vllm_kwargs")
+        try:
+            options = json.loads(self.vllm_kwargs or "{}")
+        except ValueError:
+            options = None
+        if not isinstance(options, dict):
+            self.refuse("--vllm_kwargs: not a JSON object")
         for name in options:
             if name in ENGINE_FLAGS:
                 self.refuse(f"--vllm_kwargs: {name} is what {ENGINE_FLAGS[name]} sets")
@@ -851,7 +856,7 @@ def set_in_template(tokenizer: "Tokenizer", args: DataFlags) -> None:
     """Have the chat template begin with --chat_template_kwargs. Raises UserError for what it does not use."""
     template: Any = tokenizer.chat_template
     lines = []
-    for name, value in args.object_of("chat_template_kwargs").items():
+    for name, value in json.loads(args.chat_template_kwargs).items():
         if not re.search(rf"\b{re.escape(name)}\b", template):
             args.refuse(f"--chat_template_kwargs: the chat template has no {name}")
         text = "none" if value is None else json.dumps(value, ensure_ascii=False)

@@ -47,25 +47,6 @@ def test_time_left_is_the_pace_of_the_last_steps(tmp_path, world, monkeypatch, c
         logger.log({"training_step": step, "objective/scores": float(step)})
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[-1] for line in lines[2:]] == ["2:46:30", "4:09:30"]  # 999 x 10 s, 998 x 15 s
-    for step in range(3, 40):
-        now[0] += 2.0
-        logger.log({"training_step": step, "objective/scores": math.nan})
-    assert capsys.readouterr().out.splitlines()[-1].split()[-1] == "0:32:02"  # 961 x 2 s
-
-
-def test_a_step_is_one_line_of_120_columns_whatever_its_numbers_are(tmp_path, world, capsys, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(utils.time, "monotonic", lambda: now[0])
-    logger = make_logger(tmp_path, world, num_steps=100_000)
-    metrics = {name: -123456.789 for _, name, _ in utils.Logger.COLUMNS}
-    logger.log(metrics | {"training_step": 1, "time/total": 987654.3})
-    now[0] += 3600.0
-    logger.log({name: math.nan for name in metrics} | {"training_step": 99_999, "optim/grad_norm": 0.5})
-    header, large, missing = capsys.readouterr().out.splitlines()
-    assert max(len(header), len(large), len(missing)) <= 120 and "-1e+05" in large and "1e+06" in large
-    assert missing.split()[:2] == ["99999/100000", "0.50"]
-    end = header.rindex(" grad ") + len(" grad")
-    assert missing[:end].endswith("0.50")  # below its heading
 
 
 def test_tensorboard_gets_metrics_and_samples_and_a_resume_replaces_what_it_does_again(tmp_path, world):
@@ -233,11 +214,10 @@ FAILS = """
 
 
 @pytest.mark.house
-@pytest.mark.parametrize("mode, key", [("offline", ""), ("online", "a" * 40)])
-def test_a_run_that_fails_sends_its_rows_first(tmp_path, mode, key):
-    """To the disk, where no server answers. wandb's process, which shares the pipes, does not outlive the run."""
+def test_a_run_that_fails_sends_its_rows_first(tmp_path):
+    """To the disk, for no server answers. wandb's process, which shares the pipes, does not outlive the run."""
     command = [sys.executable, "-c", textwrap.dedent(FAILS), tmp_path]
-    env = {"WANDB_MODE": mode, "WANDB_API_KEY": key, "WANDB_BASE_URL": "http://127.0.0.1:9"}
+    env = {"WANDB_MODE": "online", "WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
     done = subprocess.run(command, cwd=REPO, env=os.environ | env, capture_output=True, text=True)
     assert done.returncode == 1 and "a bug" in done.stderr and "WARNING" not in done.stdout
     (log,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")

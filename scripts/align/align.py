@@ -264,10 +264,12 @@ def permutation_test(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
     values = np.concatenate([a, b])
     chosen = np.array(list(itertools.combinations(range(len(values)), n)))  # the first one is the observed way
     totals = values[chosen].sum(1)
-    distances = np.abs(totals / n - (values.sum() - totals) / len(b))
+    others = values.sum() - totals
+    distances = np.abs(totals / n - others / len(b))
     slack = 1e-12 * np.abs(values).max()  # equal splits must not differ by rounding
+    are_as_far = distances >= distances[0] - slack
     smallest = (2 if n == len(b) else 1) / len(chosen)
-    return float((distances >= distances[0] - slack).mean()), smallest
+    return float(are_as_far.mean()), smallest
 
 
 def sign_test(differences: np.ndarray) -> tuple[float, float]:
@@ -340,7 +342,6 @@ def plot(sides: list[list[Run]], shared: dict[str, list[int]], path: Path) -> No
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)
-    print(f"plot {path}")
 
 
 def print_table(rows: list[Row], columns: str) -> None:

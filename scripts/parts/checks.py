@@ -136,7 +136,6 @@ def check_args(args: Any, world_size: int, fast: bool) -> None:
     """All of a script's flags, on `world_size` ranks of grpo.py; with `fast` on one of grpo_fast.py."""
     rewards.RewardFlags.check(args)
     check_sources(args)
-    args.object_of("chat_template_kwargs")
     args.more_engine_options()
     if not args.dry_run:
         problems = refused_in_a_run(args, fast)
@@ -183,6 +182,8 @@ def refused_in_a_run(args: Any, fast: bool) -> list[str]:
             problems += [f"--{flag} {name}: {problem}"] if problem else []
     if args.problem_of_template:
         problems.append(args.problem_of_template)
+    if not re.fullmatch(r"(\s*\{.*\}\s*)?", args.chat_template_kwargs, re.DOTALL):
+        problems.append(f"{args.with_value('chat_template_kwargs')}: not a JSON object")
     if args.max_steps != type(args).max_steps and not args.has_turns:  # TRL's word for the training steps
         problems.append(f"--max_steps {args.max_steps} bounds answers of --tools or --env_file: take --total_episodes")
     if args.vllm_tensor_parallel_size > 1 and not fast:
@@ -299,8 +300,6 @@ def check_fast(args: Any, world_size: int | None, ranks_per_node: int) -> None:
     `world_size` is None if the script starts its own processes, on one node."""
     import torch
 
-    if args.rollout_backend != "vllm" and args.vllm_tensor_parallel_size > 1:
-        args.refuse("--vllm_tensor_parallel_size: needs --rollout_backend vllm")
     if args.load_batches or args.load_states:
         args.refuse("--load_batches --load_states: grpo.py trains on what others saved; grpo_fast.py only saves")
     timing_decides = args.inflight_updates or (args.active_sampling and args.async_steps)
@@ -338,15 +337,11 @@ def check_fast(args: Any, world_size: int | None, ranks_per_node: int) -> None:
 def check_loss(args: Any) -> None:
     """The optimizer, the loss, and the correction for the engine's numerics: where learner and engine agree, a response
     has rho 1 and a mean |rho - 1|, the divergence, of 0."""
-    if args.clip_dual and (args.clip_dual <= 1 or args.loss_fn != "dapo"):
-        args.refuse("--clip_dual: must be above 1, with --loss_fn dapo; 0 is off")
     if not re.fullmatch(r"token|sequence|[1-9]\d*(\.\d+)?(e\d+)?", args.loss_denominator):
         args.refuse("--loss_denominator: token, sequence or a positive number")
     lower = args.rho_mask_lower_bound
     upper = args.rho_mask_upper_bound
     by_divergence = args.rho_mask_tv_divergence
-    if 0 < args.rho_clamp_upper_bound < 1 or args.rho_clamp_lower_bound > 1:
-        args.refuse("--rho_clamp_lower_bound must be at most 1, --rho_clamp_upper_bound at least 1, or 0 for off")
     if not by_divergence and (lower >= 1 or 0 < upper <= 1):
         args.refuse("--rho_mask_lower_bound must be below 1, --rho_mask_upper_bound above 1, or 0 for off")
     if by_divergence and (args.rho_mask_sequence_level or lower or not upper):
@@ -384,5 +379,3 @@ def check_advantages(args: Any) -> None:
     if args.turn_credit and (chosen or kind != "centered"):
         fix = "take --advantage_normalization_type centered --no_filter_zero_std_samples without --active_sampling"
         args.refuse(f"--turn_credit --advantage_normalization_type: groups are not chosen or scaled by outcomes: {fix}")
-    if args.turn_credit and args.kl_in_reward:
-        args.refuse("--turn_credit --kl_in_reward: a turn would pay for KL of turns before it, drop one")

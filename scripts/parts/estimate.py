@@ -393,9 +393,12 @@ def sampling_seconds(setup: Setup, counted: Counted, engines: int, at_once: int,
 
 def step_seconds(setup: Setup, counted: Counted, card: Card, sheet: GPU, engines: int) -> tuple[float, float]:
     """Seconds of a step's learning and of its sampling."""
-    at_once = responses_at_once(setup, memory_parts(setup, counted), card.bytes)
-    learning = step_operations(setup, counted) / setup.learners / sheet.operations
-    return learning, sampling_seconds(setup, counted, engines, max(1, at_once), sheet)
+    parts = memory_parts(setup, counted)
+    at_once = responses_at_once(setup, parts, card.bytes)
+    operations = step_operations(setup, counted)
+    learning = operations / setup.learners / sheet.operations
+    sampling = sampling_seconds(setup, counted, engines, max(1, at_once), sheet)
+    return learning, sampling
 
 
 def splits_text(setup: Setup, counted: Counted, card: Card, sheet: GPU) -> str:
@@ -438,9 +441,11 @@ def seconds_text(setup: Setup, counted: Counted, card: Card, sheet: GPU) -> str:
     """The seconds of a step of grpo.py, whose ranks have an engine each, as a range."""
     learning, sampling = step_seconds(setup, counted, card, sheet, setup.learners)
     least = learning + sampling
+    most = FIFTH * least
+    share = sampling / least
     length = f"if all responses have {setup.args.response_length:,} tokens"
-    seconds = f"{plan.short(least)} to {plan.short(FIFTH * least)} s, at a data sheet's speed and at a fifth of it"
-    return f"time     of a step, {length}: {seconds}; {sampling / least:.0%} of it is sampling"
+    seconds = f"{plan.short(least)} to {plan.short(most)} s, at a data sheet's speed and at a fifth of it"
+    return f"time     of a step, {length}: {seconds}; {share:.0%} of it is sampling"
 
 
 # --- All of it --------------------------------------------------------------------------------------------------------

@@ -83,7 +83,9 @@ def sources_text(args: utils.Flags, fast: bool) -> str:
         for name, amount in utils.parse_mixer(flag, getattr(args, flag)):
             lines.append(f"data     --{flag} {name} {amount}: {source_of(name)}")
     lines += [f"refused  {text}" for text in checks.refused_in_a_run(args, fast)]
-    lines += [f"refused  {text}" for text in [refused_rows(args, flag) for flag in MIXERS] if text]
+    for flag in MIXERS:
+        problem = refused_rows(args, flag)
+        lines += [f"refused  {problem}"] if problem else []
     if args.llm_judge_model:
         from scripts.parts import judges
 
@@ -96,13 +98,17 @@ def refused_rows(args: utils.Flags, flag: str) -> str:
     """What a run is refused for by the rows of a mixer flag that are on this machine, or ""."""
     pairs = getattr(args, flag)
     splits = getattr(args, f"{flag}_splits")
-    here = [i for i, name in enumerate(pairs[::2]) if source_of(name) == "local" and not checks.problem_of_data(name)]
-    mixer = [word for i in here for word in pairs[2 * i : 2 * i + 2]]
-    splits_here = [splits[i % len(splits)] for i in here]
+    here = []
+    splits_here = []
+    for i, (name, amount) in enumerate(zip(pairs[::2], pairs[1::2], strict=True)):
+        if source_of(name) == "local" and not checks.problem_of_data(name):
+            here += [name, amount]
+            splits_here.append(splits[i % len(splits)])
+
     good = 0
     bad = []
     try:
-        for row in utils.mixed_rows(flag, replace(args, **{flag: mixer, f"{flag}_splits": splits_here})):
+        for row in utils.mixed_rows(flag, replace(args, **{flag: here, f"{flag}_splits": splits_here})):
             try:
                 utils.checked_verifiers(row)
                 good += 1
@@ -219,7 +225,8 @@ def disk_bytes(args: Any, shapes: list[list[int]]) -> dict[str, float]:
     """Bytes of the models and checkpoints that a run leaves in its directory, at most: a checkpoint is written before
     the oldest is removed. Adapters are in float32."""
     weights = sum(math.prod(shape) for shape in shapes)
-    steps = args.total_episodes // (args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout)
+    rollouts = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
+    steps = args.total_episodes // rollouts
     whole_model = (4 if args.model_dtype == "float32" else 2) * weights
     model = whole_model
     if args.lora_rank:
@@ -276,8 +283,10 @@ def warnings_of(args: Any, prompts: Sequence[utils.Prompt]) -> list[str]:
     if args.reward_file:
         from scripts.parts import user_files
 
-        used = {name for prompt in prompts for name in prompt.verifiers}
-        for name in [name for name in user_files.FUNCTIONS if name not in used]:
+        unused = set(user_files.FUNCTIONS)
+        for prompt in prompts:
+            unused.difference_update(prompt.verifiers)
+        for name in sorted(unused):
             fix = f"name it in their column dataset, or with --remap_verifier OLD={name}"
             problems.append(f"--reward_file {args.reward_file}: {name} scores none of the prompts: {fix}")
     return problems
@@ -314,8 +323,11 @@ def check_vocabulary(args: utils.Flags, rows: int, teacher_rows: int) -> None:
     row without a token can be sampled too."""
     from transformers import AutoTokenizer
 
-    tokens = utils.pretrained(AutoTokenizer, args).get_vocab()
-    teacher_tokens = utils.pretrained(AutoTokenizer, args.of_reference(), "ref_model_name_or_path").get_vocab()
+    tokenizer = utils.pretrained(AutoTokenizer, args)
+    tokens = tokenizer.get_vocab()
+    teacher = args.of_reference()
+    teacher_tokenizer = utils.pretrained(AutoTokenizer, teacher, "ref_model_name_or_path")
+    teacher_tokens = teacher_tokenizer.get_vocab()
     if tokens != teacher_tokens or rows > teacher_rows:
         args.refuse("--ref_model_name_or_path: other tokens than the policy's: take a teacher with its vocabulary")
 

@@ -82,9 +82,12 @@ def as_table(row: Row, table: Any) -> Row:
     """A row for a tracker, with the rollouts of one of samples.jsonl in a table, a line each."""
     if not row.get("rollouts"):
         return row
-    columns = list(row["rollouts"][0])
-    values = [list(rollout.values()) for rollout in row["rollouts"]]
-    return {"training_step": row["training_step"], name_of_samples(row): table(columns, values)}
+    rollouts = row["rollouts"]
+    columns = list(rollouts[0])
+    values = [list(rollout.values()) for rollout in rollouts]
+    step = row["training_step"]
+    name = name_of_samples(row)
+    return {"training_step": step, name: table(columns, values)}
 
 
 class Wandb(Tracker):
@@ -127,7 +130,9 @@ class Wandb(Tracker):
         self.tracked.define_metric("eval/*", step_metric="training_step", summary="last,max")
 
     def send(self, row: Row) -> None:
-        self.tracked.log(as_table(row, self.wandb.Table), step=row["training_step"])
+        step = row["training_step"]
+        row = as_table(row, self.wandb.Table)
+        self.tracked.log(row, step=step)
 
     def finish(self) -> None:
         self.tracked.finish(exit_code=self.status)
@@ -172,7 +177,9 @@ class Trackio(Tracker):
         )
 
     def send(self, row: Row) -> None:
-        self.tracked.log(as_table(row, self.trackio.Table), step=row["training_step"])
+        step = row["training_step"]
+        row = as_table(row, self.trackio.Table)
+        self.tracked.log(row, step=step)
 
     def finish(self) -> None:
         self.tracked.finish()
@@ -180,5 +187,11 @@ class Trackio(Tracker):
 
 def start(args: Any, run_dir: Path, start_step: int) -> list[Tracker]:
     """The trackers of the flags."""
-    wanted = {Wandb: args.with_tracking, TensorBoard: args.with_tensorboard, Trackio: args.with_trackio}
-    return [tracker(run_dir, start_step) for tracker, is_wanted in wanted.items() if is_wanted]
+    trackers: list[Tracker] = []
+    if args.with_tracking:
+        trackers.append(Wandb(run_dir, start_step))
+    if args.with_tensorboard:
+        trackers.append(TensorBoard(run_dir, start_step))
+    if args.with_trackio:
+        trackers.append(Trackio(run_dir, start_step))
+    return trackers
