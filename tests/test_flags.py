@@ -269,6 +269,7 @@ def test_refusals_name_the_flags(line, flags):
 TOLD = r"""
 --dataset_mixer_list no_such.jsonl 1.0 | --dataset_mixer_list no_such\.jsonl
 --model_name_or_path ./tests/nothere | --model_name_or_path ./tests/nothere
+--system_prompt_override_file no.txt | --system_prompt_override_file no.txt
 --vllm_tensor_parallel_size 2 | --vllm_tensor_parallel_size 2
 --llm_judge_model m | --llm_judge_model m
 """

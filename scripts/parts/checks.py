@@ -180,6 +180,9 @@ def refused_in_a_run(args: Any, fast: bool) -> list[str]:
         for name in getattr(args, flag)[::2]:
             problem = problem_of_data(name)
             problems += [f"--{flag} {name}: {problem}"] if problem else []
+    system = args.system_prompt_override_file
+    if system and not Path(system).is_file():
+        problems.append(f"--system_prompt_override_file {system}: no such file")
     if args.problem_of_template:
         problems.append(args.problem_of_template)
     if not re.fullmatch(r"(\s*\{.*\}\s*)?", args.chat_template_kwargs, re.DOTALL):
@@ -311,7 +314,6 @@ def check_fast(args: Any, world_size: int | None, ranks_per_node: int) -> None:
         raise rewards.UserError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']} without torchrun: {fix}")
     learners = sum(args.num_learners_per_node)
     ranks = learners + args.vllm_num_engines * args.vllm_tensor_parallel_size
-    nodes = 1 if world_size is None else world_size // ranks_per_node
     if learners < 1:
         args.refuse("--num_learners_per_node: a run needs a learner")
     check_learners(args, learners, "raise --num_learners_per_node")
@@ -319,6 +321,7 @@ def check_fast(args: Any, world_size: int | None, ranks_per_node: int) -> None:
         args.refuse(f"{PROCESSES} = {ranks} processes, but {world_size} ranks run: start torchrun with {ranks} in all")
     if world_size is not None:  # an engine lies within a node, on ranks that do not learn
         tp = args.vllm_tensor_parallel_size
+        nodes = world_size // ranks_per_node
         learners_of_nodes = (args.num_learners_per_node + [0] * nodes)[:nodes]
         engine_ranks = [ranks_per_node - min(n, ranks_per_node) for n in learners_of_nodes]
         is_split = any(n % tp for n in engine_ranks)
