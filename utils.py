@@ -660,7 +660,7 @@ class ProcessFlags(Refusing):
 
     num_learners_per_node: list[int] = field(default_factory=lambda: [1])
     """grpo_fast.py: learner ranks on each node; all other ranks are engines. grpo.py takes torchrun's ranks."""
-    vllm_num_engines: int = 1
+    vllm_num_engines: Positive[int] = 1
     """grpo_fast.py: number of engines. grpo.py has one on each rank."""
     async_steps: NotNegative[int] = 1
     """grpo_fast.py: how many updates old a rollout may be when it is trained on. grpo.py is strictly on-policy."""
@@ -2972,10 +2972,6 @@ class Logger:
         if not self.enabled:
             return
         metrics = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
-        if "objective/audit_reward" in metrics:
-            from scripts.parts import audit
-
-            audit.watch(self.run_dir, metrics)
         self.append("metrics", metrics)
         if not self.header_shown:
             headings = [heading.rjust(self.WIDTH) for heading, _, _ in self.COLUMNS]

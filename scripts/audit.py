@@ -12,7 +12,6 @@ audited.
 
 import math
 import re
-import string
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -28,18 +27,13 @@ if not __package__:  # run as a file: imports start at the root, from whatever d
 
 import rewards
 from rewards import RewardFlags, RewardRecord, need
-from scripts.parts import equality, rows, user_files
+from scripts.parts import rows, user_files
 from scripts.reports.common import table
 
 FAMILIES = tomllib.loads(Path(rewards.SCRIPTS, "prompts", "disguises.toml").read_text(encoding="utf-8"))
 MOST_ROWS = 50
-ROWS_OF_A_TRIAL = 20  # on which the form of an answer is found
-FAMILIES_OF_A_TRIAL = ("plain", "reasoning before", "talk after")
+ROWS_OF_A_TRIAL = 10  # on which the form of an answer is found
 NUMBER = re.compile(r"-?(?:\d{1,12}|\d{1,3}(?:,\d{3}){1,3})(?:\.\d{1,6})?")
-ONLY_LETTERS = re.compile(r"[a-z][a-z ]{2,}", re.IGNORECASE)
-FULLWIDTH_DIGITS = str.maketrans(string.digits, "０１２３４５６７８９")
-ARABIC_DIGITS = str.maketrans(string.digits, "٠١٢٣٤٥٦٧٨٩")
-IN_WORDS = {number: word for word, number in equality.WORDS.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +49,11 @@ class CommandLine(RewardFlags):
 
 
 class Case(NamedTuple):
-    """A response to the row of a number, its family, whether its answer is right, and its score; nan is none."""
+    """A response to a row, its family, whether its answer is right, and its score; nan is none."""
 
-    row: int
     family: str
     right: bool
-    response: str
+    record: RewardRecord
     score: float = math.nan
 
     @property
@@ -69,7 +62,7 @@ class Case(NamedTuple):
 
 
 def read(flags: CommandLine) -> list[RewardRecord]:
-    """The labels that cases can be made of. Prints why a row is left out. Raises ValueError."""
+    """A record without a response for each label that cases can be made of. Prints why a row is left out."""
     functions = user_files.FUNCTIONS
     columns = {column for function in functions.values() for column in function.columns}
     scoring = rows.Scoring(tuple(functions), (), tuple(columns))
@@ -79,59 +72,23 @@ def read(flags: CommandLine) -> list[RewardRecord]:
         if flags.reward and isinstance(row, dict):
             row = row | {"dataset": flags.reward.lower()}
         try:
-            labelled += records_of(rows.fields_of(row, scoring))
+            fields = rows.fields_of(row, scoring)
+            prompt = f"user: {fields['messages'][-1]['content']}"
+            for label, name in zip(fields["ground_truths"], fields["verifiers"], strict=True):
+                problem = rewards.check_ground_truth(name, label, prompt, fields["reward_columns"])
+                need(not problem, str(problem))
+                need(is_text(label), f"label {str(label)[:60]!r} is not one line of text")
+                labelled.append(RewardRecord("", label, name, 0, prompt, fields["reward_columns"]))
         except ValueError as error:
             print(f"left out: {where}: {rewards.printable(str(error))}")
     return labelled
 
 
-def records_of(fields: dict[str, Any]) -> list[RewardRecord]:
-    """A record without a response for each label of a row. Raises ValueError for a label of which no case is made."""
-    prompt = f"user: {fields['messages'][-1]['content']}"
-    columns = fields["reward_columns"]
-    records = []
-    for label, name in zip(fields["ground_truths"], fields["verifiers"], strict=True):
-        problem = rewards.check_ground_truth(name, label, prompt, columns)
-        need(not problem, str(problem))
-        need(text_of(label) != "", f"label {str(label)[:60]!r} is not one line of text")
-        records.append(RewardRecord("", label, name, 0, prompt, columns))
-    return records
-
-
-def text_of(label: Any) -> str:
-    """The answer that a label names as one line of text; the first of several. "" for objects, code and JSON."""
-    if isinstance(label, (list, tuple)) and label:
-        label = label[0]
-    if isinstance(label, bool) or not isinstance(label, (str, int, float)):
-        return ""
+def is_text(label: Any) -> bool:
+    """Whether an answer can be made of a label: it is a number or one line, and no object, code or JSON."""
     text = str(label).strip()
-    is_data = text.startswith(("{", "[", "assert ", "def "))
-    return "" if is_data or "\n" in text else text
-
-
-def spellings_of_number(value: Decimal) -> dict[str, str]:
-    """The spellings of a number and the wrong answers near it, by the names in templates."""
-    plain = f"{value:f}"
-    found = {"NUMBER": plain, "OTHER": f"{value + 1:f}", "LONGER": f"{plain}7"}
-    found["GUESSES"] = ", ".join(f"{value + step:f}" for step in range(-5, 6))
-    if value:
-        found["OTHER_SIGN"] = f"{-value:f}"
-    whole = int(value)
-    if value != whole:
-        return found | {"DECIMAL_COMMA": plain.replace(".", ","), "ZERO_AT_END": f"{plain}0"}
-
-    digits = str(whole)
-    found |= {"ONE_DECIMAL": f"{whole}.0", "TWO_DECIMALS": f"{whole}.00"}
-    found |= {"FRACTION": f"{2 * whole}/2", "TEX_FRACTION": f"\\frac{{{2 * whole}}}{{2}}"}
-    found |= {"FULLWIDTH": digits.translate(FULLWIDTH_DIGITS), "ARABIC": digits.translate(ARABIC_DIGITS)}
-    if whole in IN_WORDS:
-        found["WORDS"] = IN_WORDS[whole]
-    if whole >= 10:
-        found["POWER"] = f"{digits[0]}.{digits[1:]}e{len(digits) - 1}"
-    if abs(whole) >= 1000:
-        commas = f"{whole:,}"
-        found |= {"COMMAS": commas, "SPACES": commas.replace(",", " "), "TEX_COMMAS": commas.replace(",", "{,}")}
-    return found
+    is_data = "\n" in text or text.startswith(("{", "[", "assert ", "def "))
+    return isinstance(label, (str, int, float)) and text != "" and not is_data
 
 
 def spellings(label: str, prompt: str, labels: Sequence[str]) -> dict[str, str]:
@@ -141,93 +98,90 @@ def spellings(label: str, prompt: str, labels: Sequence[str]) -> dict[str, str]:
         found["PROMPT"] = prompt
     if NUMBER.fullmatch(label):
         return found | spellings_of_number(Decimal(label.replace(",", "")))
-
     others = sorted({other for other in labels if other.lower() != label.lower() and not NUMBER.fullmatch(other)})
     if others:
         found["OTHER"] = others[sum(map(ord, label)) % len(others)]
         found["GUESSES"] = ", ".join([*others[:5], label, *others[5:10]])
-    if ONLY_LETTERS.fullmatch(label) and label.upper() != label:
+    if label.upper() != label and re.fullmatch("[A-Za-z][A-Za-z ]{2,}", label):
         found["CAPITALS"] = label.upper()
     return found
 
 
-def fill(template: str, form: str, names: dict[str, str]) -> str | None:
-    """The response of a template, with answers in this form, or None if a spelling is missing."""
-    if not set(re.findall(r"@(\w+)@", template)) <= names.keys():
-        return None
-    formed = re.sub(r"\[\[(.*?)\]\]", lambda answer: form.replace("ANSWER", answer[1]), template)
-    return re.sub(r"@(\w+)@", lambda name: names[name[1]], formed)
+def spellings_of_number(value: Decimal) -> dict[str, str]:
+    """The spellings of a number and the wrong answers near it, by the names in templates."""
+    found = {"NUMBER": f"{value:f}", "OTHER": f"{value + 1:f}"}
+    found["GUESSES"] = ", ".join(f"{value + step:f}" for step in range(-5, 6))
+    if value:
+        found["OTHER_SIGN"] = f"{-value:f}"
+    if value == int(value):
+        found |= {"WHOLE": f"{int(value)}", "TWICE": f"{2 * int(value)}"}
+    if abs(value) >= 1000:
+        found["COMMAS"] = f"{value:,f}"
+        found["TEX_COMMAS"] = found["COMMAS"].replace(",", "{,}")
+    return found
 
 
-def cases_of(row: int, form: str, names: dict[str, str]) -> list[Case]:
-    """The cases of a row: a family each, but for those of which a spelling is missing."""
+def cases_of(row: RewardRecord, form: str, names: dict[str, str]) -> list[Case]:
+    """The cases of a row, answers in this form: a family each, but for those of which a spelling is missing."""
     cases = []
     for kind in ("right", "wrong"):
         for family, template in FAMILIES[kind].items():
-            response = fill(template, form, names)
-            if response is not None:
-                cases.append(Case(row, family, kind == "right", response))
+            if set(re.findall(r"@(\w+)@", template)) <= names.keys():
+                formed = re.sub(r"\[\[(.*?)\]\]", lambda answer: form.replace("ANSWER", answer[1]), template)
+                response = re.sub(r"@(\w+)@", lambda name: names[name[1]], formed)
+                record = replace(row, response=response, num_tokens=len(response.split()))
+                cases.append(Case(family, kind == "right", record))
     return cases
 
 
-def judge(cases: Sequence[Case], labelled: Sequence[RewardRecord]) -> list[Case]:
+def judge(cases: Sequence[Case]) -> list[Case]:
     """The cases with their scores."""
-    records = []
-    for case in cases:
-        tokens = len(case.response.split())
-        records.append(replace(labelled[case.row], response=case.response, num_tokens=tokens))
-    results = rewards.score(records)
+    results = rewards.score([case.record for case in cases])
     return [case._replace(score=result.score) for case, result in zip(cases, results, strict=True)]
 
 
 def best_form(labelled: Sequence[RewardRecord]) -> str:
-    """The known form in which most answers are accepted, plain and with talk around them."""
-    accepted = {}
-    for form in FAMILIES["forms"]:
-        made = []
-        for i, row in enumerate(labelled):
-            made += cases_of(i, form, {"LABEL": text_of(row.ground_truth)})
-        tried = judge([case for case in made if case.family in FAMILIES_OF_A_TRIAL], labelled)
-        accepted[form] = sum(case.accepted for case in tried)
-    return max(accepted, key=accepted.__getitem__)
+    """The known form in which most right answers are accepted, of those that are made of the label alone."""
+
+    def accepted(form: str) -> int:
+        cases = [case for row in labelled for case in cases_of(row, form, {"LABEL": str(row.ground_truth)})]
+        return sum(case.accepted for case in judge([case for case in cases if case.right]))
+
+    return max(FAMILIES["forms"], key=accepted)
 
 
 def audit(labelled: Sequence[RewardRecord]) -> list[Case]:
     """All cases of all labels, with their scores."""
-    forms = {}
+    labels = [str(row.ground_truth).strip() for row in labelled]
+    cases = []
     for verifier in sorted({row.dataset for row in labelled}):
         own = [row for row in labelled if row.dataset == verifier]
-        forms[verifier] = best_form(own[:ROWS_OF_A_TRIAL])
-        print(f"{verifier}: answers are written as {forms[verifier]!r}")
-    labels = [text_of(row.ground_truth) for row in labelled]
-    cases: list[Case] = []
-    for i, row in enumerate(labelled):
-        names = spellings(labels[i], row.prompt.removeprefix("user: "), labels)
-        cases += cases_of(i, forms[row.dataset], names)
-    return judge(cases, labelled)
+        form = best_form(own[:ROWS_OF_A_TRIAL])
+        print(f"{verifier}: answers are written as {form!r}")
+        for row in own:
+            names = spellings(str(row.ground_truth).strip(), row.prompt.removeprefix("user: "), labels)
+            cases += cases_of(row, form, names)
+    return judge(cases)
 
 
 def rate(cases: Sequence[Case], right: bool) -> float:
     """The share accepted of the cases with right or wrong answers. Missing scores do not count. Raises ValueError for
     no case."""
-    known = [case for case in cases if case.right == right and not math.isnan(case.score)]
+    known = [case.accepted for case in cases if case.right == right and not math.isnan(case.score)]
     need(known != [], "no response has a score: see the warnings above")
-    return sum(case.accepted for case in known) / len(known)
+    return sum(known) / len(known)
 
 
 def report(cases: Sequence[Case]) -> float:
     """Prints the audit and returns J."""
-    families: dict[str, list[Case]] = {}
-    for case in sorted(cases, key=lambda case: not case.right):
-        families.setdefault(case.family, []).append(case)
     lines = []
-    for family, of_family in families.items():
-        right = of_family[0].right
-        share = sum(case.accepted for case in of_family) / len(of_family)
-        misjudged = [repr(case.response)[:60] for case in of_family if case.accepted != right]
-        shown = misjudged[0] if misjudged else ""
-        lines.append([family, "right" if right else "wrong", str(len(of_family)), f"{share:.2f}", shown])
-    print("\n" + table(["family", "answer is", "cases", "accepted", "misjudged"], lines, text=(0, 1, 4)))
+    for kind in ("right", "wrong"):
+        for family in FAMILIES[kind]:
+            tried = [case for case in cases if case.family == family]
+            misjudged = [repr(case.record.response)[:60] for case in tried if case.accepted != case.right]
+            accepted = sum(case.accepted for case in tried)
+            lines.append([family, kind, f"{accepted} of {len(tried)}", *misjudged[:1]])
+    print("\n" + table(["family", "answer is", "accepted", "misjudged"], lines, text=(0, 1, 3)))
     true_positives = rate(cases, True)
     false_positives = rate(cases, False)
     print(f"\nright accepted {true_positives:.3f}, wrong accepted {false_positives:.3f}")

@@ -87,9 +87,9 @@ def test_other_systems_names_and_formats(tmp_path):
         assert compare(a, log) == 1
 
 
-def save_weights(path, state, tied=True):
+def save_weights(path, state):
     path.mkdir(parents=True)
-    (path / "config.json").write_text(json.dumps({"tie_word_embeddings": tied}))
+    (path / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
     save_file(state, path / "model.safetensors")
     return path
 
@@ -107,10 +107,7 @@ def test_weights(tmp_path):
     assert [(row["name"], row["parameters"], row["differing"]) for row in rows] == [("step_2", 3, 0), ("step_10", 3, 1)]
     assert rows[1]["distance"] == pytest.approx(0.5 / 5) and rows[1]["worst"] == "model.norm.weight"
     assert [compare(tmp_path / "a", tmp_path / "b", "--tolerance", t) for t in (0.09, 0.11)] == [1, 0]
-
-    # a parameter that only one side has; a NaN is apart from everything
-    alone = save_weights(tmp_path / "c", {"model.embed_tokens.weight": embedding}, tied=False)
-    assert compare(alone, tmp_path / "a/step_2") == 1
+    # a NaN is apart from everything
     broken = save_weights(tmp_path / "d", whole | {"model.norm.weight": torch.tensor([3.0, np.nan])})
     assert compare(broken, tmp_path / "a/step_2") == 1
 
@@ -130,10 +127,6 @@ def test_permutation_and_sign_tests_by_hand():
     assert test([5], [1, 2, 3]) == (pytest.approx(1 / 4), 1 / 4)
     assert align.sign_test(np.array([1.0, 1.0, 1.0])) == (2 / 8, 2 / 8)
     assert align.sign_test(np.array([1.0, 1.0, -1.0])) == (1.0, 2 / 8)
-    rng = np.random.default_rng(1)
-    with pytest.raises(ValueError, match="2704156 ways"):
-        test(rng.normal(size=12), rng.normal(size=12))
-    assert align.sign_test(rng.normal(size=40) + 2)[0] <= 2 / 20_001
 
 
 def test_overlap_share_by_hand(tmp_path):
@@ -146,13 +139,8 @@ def test_overlap_share_by_hand(tmp_path):
     assert row["p"] == pytest.approx(2 / 6) and row["apart"]  # of 6 ways, for want of overlap alone
     (row,) = align.compare_bands(sides, {"x": [1]}, paired=False)
     assert row["overlap"] == 1.0 and not row["apart"]
-
-
-def test_means_beside_the_p_of_pairs_are_of_all_steps(tmp_path):
-    found = {"a": [1.0, 2.0, 3.0, 6.0], "b": [0.0] * 4}
-    sides = [[align.read_run(write_run(tmp_path / name, {"x": values}))] for name, values in found.items()]
-    (row,) = align.compare_bands(sides, {"x": [1, 2, 3, 4]}, paired=True)
-    assert (row["mean_a"], row["mean_b"], row["p"]) == (3.0, 0.0, 2 / 2**4)
+    (row,) = align.compare_bands(sides, {"x": [1, 2]}, paired=True)  # of pairs: means and p are of all steps
+    assert (row["mean_a"], row["p"]) == (pytest.approx(1.0), 2 / 2**2)
 
 
 # --- importing veRL's batches ----------------------------------------------------------------------------------------
@@ -305,24 +293,6 @@ def test_batches_that_do_not_fit_are_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.runs
-def test_an_imported_batch_trains(tiny_models, tmp_path):
-    """grpo.py --load_batches takes an import: two prompts of two rollouts, one step."""
-    assert compare("import", pickle_batch(tmp_path / "step_1.pkl", *verl_batch()), tmp_path / "batches") == 0
-    rows = [{"messages": [{"role": "user", "content": "1 + 1"}], "ground_truth": "2", "dataset": "gsm8k"}] * 2
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = f"""--model_name_or_path {tiny_models()} --model_dtype float32 --rollout_backend transformers
-        --dataset_mixer_list {tmp_path / "rows.jsonl"} 1.0 --load_batches {tmp_path / "batches"}
-        --num_unique_prompts_rollout 2 --num_samples_per_prompt_rollout 2 --total_episodes 4 --response_length 8
-        --max_logprob_gap 0 --no_use_rho_correction --verification_reward 1 --output_dir {tmp_path} --exp_name run"""
-    done = programs.run(["grpo.py", *flags.split()])
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    (row,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert row["objective/scores"] == 0.5 and row["val/sequence_lengths"] == 2.0 and row["optim/grad_norm"] > 0
-    # on-policy the loss is the mean advantage over trained tokens, with the sign turned: two, two, one and two of them
-    assert row["loss/policy_avg"] == pytest.approx(-(2 * 0.7 - 2 * 0.7 - 0.7 + 2 * 0.7) / 7, abs=1e-6)
-
-
 # --- states of another run -------------------------------------------------------------------------------------------
 
 
@@ -397,9 +367,6 @@ def test_shards_that_cannot_be_right_are_refused(tmp_path):
     shard = {"state": {0: numbers}, "param_groups": [{"params": [0]}]}
     with pytest.raises(ValueError, match="2 numbers for 4 weights"):
         states.moments_of([shard, shard], model)
-    shard["param_groups"][0]["params"] = [0, 1, 2]
-    with pytest.raises(ValueError, match="3 parameters"):
-        states.moments_of([shard], model)
     with pytest.raises(ValueError, match="step 2"):
         states.convert(tmp_path, 2, tmp_path / "out", None)
     assert not (tmp_path / "out").exists()
@@ -440,10 +407,9 @@ def test_a_run_is_played_again_from_its_batches_and_states(tiny_models, tmp_path
     run("from_weights", f"{again} --load_states {weights}")
     assert found["from_states"] == found["from_weights"] == found["other"]
     assert found["alone"][0] == found["other"][0] and found["alone"][1] != found["other"][1]
-    for source in (other, weights):
-        run("two_ranks", f"{again} --load_states {source} --deepspeed_stage 3 --overwrite", ranks=2)
-        for ours, theirs in zip(found["two_ranks"], found["other"], strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-7) != found["alone"][1]
+    run("two_ranks", f"{again} --load_states {other} --deepspeed_stage 3", ranks=2)
+    for ours, theirs in zip(found["two_ranks"], found["other"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-7) != found["alone"][1]
     for name in ("from_weights", "two_ranks"):
         assert not (tmp_path / name / "state.tmp").exists()
 

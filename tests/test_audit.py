@@ -47,13 +47,9 @@ def test_the_program(tmp_path, reward, labels, status, least, most):
     assert left_out == len(labels) - len(NUMBERS)
 
 
-def test_templates_by_hand():
-    names = {"LABEL": "7", "OTHER": "8"}
-    assert audit.fill("no @OTHER@.\n[[**@LABEL@**]] [[]]", "<a>ANSWER</a>", names) == "no 8.\n<a>**7**</a> <a></a>"
-    assert audit.fill("[[@LABEL@ @WORDS@]]", "ANSWER", names) is None
-    assert audit.fill("[[@LABEL@]]", "\\boxed{ANSWER}", {"LABEL": "\\frac{1}{2}"}) == "\\boxed{\\frac{1}{2}}"
-    assert not any(map(audit.text_of, ("a\nb", '{"x": 1}', ["assert f()"], {"x": 1}, None, True, "")))
-    assert [audit.text_of(label) for label in (7, " x ", ["Paris", "paris"])] == ["7", "x", "Paris"]
+def test_labels_that_are_no_text_are_left_out():
+    assert not any(map(audit.is_text, ("a\nb", '{"x": 1}', ["assert f()"], {"x": 1}, None, " ")))
+    assert audit.is_text(7) and audit.is_text(" x ")
 
 
 @pytest.mark.parametrize("label", [*NUMBERS, "1,234", "0"])
@@ -62,17 +58,21 @@ def test_spellings_of_a_number_have_its_value_and_wrong_ones_another(label):
     found = audit.spellings(label, "How many?", [])
     assert ("OTHER_SIGN" in found) == (value != 0)
     del found["PROMPT"], found["PADDING"], found["GUESSES"]
-    for name in found.keys() - {"WORDS", "DECIMAL_COMMA", "TEX_FRACTION"}:
-        plain = found[name].replace("{,}", "").replace(",", "").replace(" ", "")
-        assert (Fraction(plain) == value) == (name not in ("OTHER", "OTHER_SIGN", "LONGER")), name
+    for name in found.keys() - {"TWICE"}:
+        plain = found[name].replace("{,}", "").replace(",", "")
+        assert (Fraction(plain) == value) == (name not in ("OTHER", "OTHER_SIGN")), name
 
 
 def test_every_family_is_made_of_some_label_once_a_row():
     made = set()
     for label in ("70000", "2.5", "3", "Paris"):
-        cases = audit.cases_of(0, "#### ANSWER", audit.spellings(label, "How many?", ["Paris", "London"]))
-        assert len({(case.right, case.family) for case in cases}) == len(cases)
-        assert all(case.right or case.response != f"#### {label}" for case in cases)
+        row = RewardRecord("", label, "gsm8k", 0)
+        cases = audit.cases_of(row, "<ANSWER>", audit.spellings(label, "How many?", ["Paris", "London"]))
+        by_family = {case.family: case.record.response for case in cases}
+        assert len(by_family) == len(cases) and all(
+            case.right or case.record.response != f"<{label}>" for case in cases
+        )
+        assert by_family["bold"] == f"<**{label}**>" and by_family["empty answer"] == "<>"
         made |= {case.family for case in cases}
     assert made == audit.FAMILIES["right"].keys() | audit.FAMILIES["wrong"].keys()
 
@@ -80,7 +80,7 @@ def test_every_family_is_made_of_some_label_once_a_row():
 @pytest.mark.parametrize("verifier, labels, least, accepted", [
     ("gsm8k", NUMBERS, 0.98, set()),
     ("gsm8k_strict", NUMBERS, 0.98, set()),
-    ("gsm8k_verl", NUMBERS, 0.15, {"label or another", "thought never closed"}),
+    ("gsm8k_verl", NUMBERS, 0.2, {"label or another", "thought never closed"}),
     ("math", NUMBERS + TEX, 0.9, set()),
     ("strict_math", NUMBERS + TEX, 0.9, set()),
     ("string_matcher", WORDS, 0.8, set()),

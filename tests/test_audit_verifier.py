@@ -1,4 +1,4 @@
-"""--audit_verifier: a second verifier is logged, trains nothing, and tells when the policy has found a hole."""
+"""--audit_verifier: a second verifier is logged and trains nothing."""
 
 import json
 
@@ -9,7 +9,6 @@ import grpo
 import rewards
 import utils
 from scripts.parts import audit, rows, user_files
-from scripts.reports import checks
 from tests import programs
 
 FILE = """
@@ -108,94 +107,28 @@ def test_a_label_that_it_cannot_score_is_refused(configured):
         audit.check_label(rewards.RewardRecord("", "7", "Audit"))
 
 
-# --- Where they part --------------------------------------------------------------------------------------------------
-
-
-def steps(earned, audited):
-    """Rows of metrics.jsonl with shares, each a little off: 64 rollouts a step."""
-    rng = np.random.default_rng(1)
-    out = [{"training_step": 0, "eval/objective/audit_reward": 1.0}]
-    for step, shares in enumerate(zip(earned, audited, strict=True), start=1):
-        right, accepted = (10 * rng.binomial(64, share) / 64 for share in shares)
-        out.append({"training_step": step, audit.REWARD: right, audit.AUDIT: accepted})
-    return out
-
-
-RISES = np.linspace(0.2, 0.9, 30)
-LATE = np.concatenate([np.linspace(0.2, 0.6, 15), np.linspace(0.6, 0.1, 15)])  # learned first, then hacked
-FLAT = np.full(30, 0.25)
-
-
-@pytest.mark.parametrize(
-    ("earned", "audited", "parts"),
-    [
-        (RISES, FLAT, True),
-        (RISES, RISES[::-1], True),
-        (RISES, LATE, True),
-        (FLAT + 0.6, RISES[::-1], True),  # the reward is what it was, and no longer earned by answers
-        (RISES, RISES, False),
-        (RISES, RISES / 2, False),  # a stricter audit
-        (RISES[::-1], RISES, False),  # no longer paid for
-        (FLAT, FLAT, False),
-        (RISES, RISES / 4 + 0.2, False),  # both rise
-        (np.linspace(0.9, 0.5, 30), np.linspace(0.9, 0.1, 30), False),  # both fall
-        (RISES * 0.15, FLAT * 0, False),  # apart by less than 0.15 of the highest
-        ([0.2, 0.2, 0.9, 0.2, 0.2, 0.9, 0.2, 0.9, 0.2, 0.9], FLAT[:10], False),  # by less than 3 errors
-        (RISES[:9], FLAT[:9], False),  # too few steps
-    ],
-)
-def test_where_reward_and_audit_part(earned, audited, parts):
-    assert bool(audit.parted(steps(earned, audited), 10.0)) == parts
-    (shown,) = checks.check_audit(steps(earned, audited), {"verification_reward": 10.0})
-    assert shown["fine"] == (not parts)
-
-
-def warnings_of(run_dir, rows_of_run, capsys):
-    for row in rows_of_run:
-        audit.watch(run_dir, row)
-        with (run_dir / "metrics.jsonl").open("a") as log:
-            log.write(json.dumps(row) + "\n")
-    return capsys.readouterr().out.count("WARNING")
-
-
-def test_the_watch_warns_once_and_remembers_what_was_before_a_resume(configured, tmp_path, capsys):
-    configured("--audit_verifier gsm8k")
-    hacked = steps(RISES, FLAT)
-    for name, shares, warnings in (("hacked", FLAT, 1), ("clean", RISES, 0)):
-        (tmp_path / name).mkdir()
-        assert warnings_of(tmp_path / name, steps(RISES, shares), capsys) == warnings
-    resumed = tmp_path / "resumed"
-    resumed.mkdir()
-    (resumed / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in hacked[:25]))
-    assert warnings_of(resumed, hacked[25:], capsys) == 1
-
-
-@pytest.mark.house  # a minute
+@pytest.mark.house  # 20 seconds
 @pytest.mark.runs
-def test_an_audit_changes_no_bit_and_warns_of_a_hack_in_both_scripts(tiny_models, tmp_path):
-    """The reward is for small letters, whatever was asked: the audit by the right answer sees it, and one by the same
-    rule is content. Weights are those of a run without an audit."""
+def test_an_audit_changes_no_bit_of_both_scripts(tiny_models, tmp_path):
+    """Weights are those of a run without an audit, and an audit by the rule of the reward has the reward's numbers."""
     flags = f"""--model_name_or_path {tiny_models()} --reward_file scripts/train/debug/letters.py
         --dataset_mixer_list reasoning_gym:chain_sum 100 --remap_verifier reasoning_gym=letters --model_dtype float32
-        --rollout_backend transformers --response_length 16 --num_unique_prompts_rollout 8 --temperature 1 --beta 0
-        --num_samples_per_prompt_rollout 8 --learning_rate 3e-3 --lr_scheduler_type constant --save_freq -1
-        --total_episodes 768 --output_dir {tmp_path}""".split()
+        --rollout_backend transformers --response_length 16 --num_unique_prompts_rollout 4 --temperature 1 --beta 0
+        --num_samples_per_prompt_rollout 4 --learning_rate 3e-3 --lr_scheduler_type constant --save_freq -1
+        --total_episodes 64 --output_dir {tmp_path}""".split()
     runs = {
         "plain": ["grpo.py", *flags],
-        "hacked": ["grpo_fast.py", *flags, "--audit_verifier", "reasoning_gym", "--async_steps", "0"],
-        "clean": ["grpo.py", *flags, "--audit_verifier", "letters", "--save_traces"],
+        "other": ["grpo_fast.py", *flags, "--audit_verifier", "reasoning_gym", "--async_steps", "0"],
+        "same": ["grpo.py", *flags, "--audit_verifier", "letters", "--save_traces"],
     }
     weights = set()
-    warned = {}
     for name, line in runs.items():
         done = programs.run([*line, "--exp_name", name], OMP_NUM_THREADS="1")
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         weights.add((tmp_path / name / "model" / "model.safetensors").read_bytes())
-        warned[name] = done.stdout.count("reward and audit part")
     assert len(weights) == 1
-    assert warned == {"plain": 0, "hacked": 1, "clean": 0}
 
-    logged = [json.loads(line) for line in (tmp_path / "clean" / "metrics.jsonl").read_text().splitlines()]
+    logged = [json.loads(line) for line in (tmp_path / "same" / "metrics.jsonl").read_text().splitlines()]
     assert all(row["objective/audit_reward"] == row["objective/letters_reward"] for row in logged)
-    traced = (tmp_path / "clean" / "rollouts.jsonl").read_text().splitlines()
+    traced = (tmp_path / "same" / "rollouts.jsonl").read_text().splitlines()
     assert all(row["audit"] == row["verifiable"] for row in map(json.loads, traced))

@@ -185,11 +185,6 @@ def engine_options(flags, model, world, patch):
     engine: Any = MAKE_ENGINE(args, utils.load_tokenizer(args), world, 8)
     if isinstance(engine, utils.VLLMEngine):
         engine.add("0", utils.Request((1, 2), 3, 0.7, 5))
-    elif args.stop_strings:
-        made = engine._cut(
-            engine.tokenizer.encode("a stop b", add_special_tokens=False), [-1.0] * 99, 99, engine.stop_strings
-        )
-        seen["text"] = engine.tokenizer.decode(made.token_ids)
     return {"class": type(engine).__name__} | {name: value for name, value in seen.items() if name != "model"}
 
 
@@ -272,11 +267,6 @@ def test_every_flag_has_a_case_or_is_drawn():
     drawn = {name for name in flags if len({str(getattr(args, name)) for args in draws}) > 1}
     missing = flags - drawn - set(CASES) - set(ELSEWHERE)
     assert not missing, f"draw it in reference.draw_args, or give it a row in CASES: {missing}"
-
-
-def test_stop_strings_reach_the_transformers_engine_too(tiny_models, world, monkeypatch):
-    made = engine_options("--rollout_backend transformers --stop_strings stop", tiny_models(), world, monkeypatch)
-    assert made["text"] == "a stop"
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,7 +9,6 @@ import torch
 from transformers import AutoConfig
 
 import grpo
-import grpo_fast
 from scripts.parts import estimate
 from tests import programs
 
@@ -143,23 +142,7 @@ def test_a_7b_model_by_hand():
     assert parts_of(setup_of(learners=16, fsdp_shard_size=8))["Adam"] == parts["Adam"]
 
 
-def test_adapters_of_a_7b_model_by_hand():
-    """Rank 16 at the seven matrices of each layer: 16 x (inputs + outputs), float32; the model is frozen, in bfloat16,
-    its own reference, and without adapters in the engine."""
-    setup = setup_of(lora_rank=16)
-    parts = parts_of(setup)
-    whole = parts_of(setup_of())
-    trained = 16 * 28 * (2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944))
-    assert parts["weights"] == (4 * trained + 2 * 7_615_616_512) / 8
-    assert 2 * parts["gradients"] == parts["Adam"] == 8 * trained / 8
-    assert parts["reference"] == 0 < whole["reference"]
-    assert parts_of(setup, ref_config=QWEN_7B)["reference"] >= 2 * 7_615_616_512 / 8  # a teacher
-    assert parts["engine_weights"] == whole["engine_weights"] and parts["engine_token"] == whole["engine_token"]
-    less = whole["activations and head"] - parts["activations and head"]  # the head takes no gradient
-    assert less == pytest.approx(HEAD_7B * 6, rel=0.05)
-
-
-def test_an_engine_that_sleeps_and_buckets_on_their_way():
+def test_an_engine_that_sleeps():
     """A learner and an engine of 0.7 do not fit a card of 80 GiB together, but in turn."""
     card = estimate.Card(80 * 2**30, "", H100)
 
@@ -168,7 +151,6 @@ def test_an_engine_that_sleeps_and_buckets_on_their_way():
         return "WARNING" in estimate.memory_text(setup, estimate.count(setup, QWEN_7B), card)
 
     assert not warns() and warns(vllm_sleep="off") and not warns(shared_gpu=False)
-    assert parts_of(setup_of(shared_gpu=False))["buckets"] == 4 * grpo_fast.BUCKET_BYTES + 2 * HEAD_7B
 
 
 # --- Splits -----------------------------------------------------------------------------------------------------------
@@ -182,8 +164,7 @@ FORWARD = 2 * MATRICES_7B * 620 + 4 * 28 * 3584 * PAIRS + 2 * HEAD_7B * 600
 
 @pytest.mark.parametrize("flags, forwards", [
     ({}, 3),
-    ({"gradient_checkpointing": True, "gradient_checkpointing_part": "mlp"}, 3 + 28 * 3 * 3584 * 18944 / MATRICES_7B),
-    ({"load_ref_policy": True}, 4),
+    ({"gradient_checkpointing": True, "load_ref_policy": True}, 5),
     ({"num_epochs": 2}, 7),  # old logprobs
     ({"lora_rank": 1}, 2),
 ])  # fmt: skip
@@ -199,28 +180,21 @@ def test_seconds_of_an_engine_by_hand():
     and each of 300 tokens a cache of 60 on average."""
     setup = setup_of(**STEP)
     counted = estimate.count(setup, QWEN_7B)
-    cache = 300 * 60 * 2 * 28 * 4 * 128 * 2
-    moved = 150 * 2 * 7_615_616_512 + cache
+    moved = 150 * 2 * 7_615_616_512 + 300 * 60 * 2 * 28 * 4 * 128 * 2
     found = estimate.sampling_seconds(setup, counted, 2, 2, H100)
     assert found == pytest.approx(moved / 3.35e12)
-    roomy = estimate.sampling_seconds(setup, counted, 2, 100, H100)
-    assert roomy == pytest.approx((100 * 2 * 7_615_616_512 + cache) / 3.35e12)
     wide = replace(setup, args=replace(setup.args, vllm_tensor_parallel_size=2))
-    assert estimate.sampling_seconds(wide, counted, 2, 100, H100) == pytest.approx(roomy / 2)
+    assert estimate.sampling_seconds(wide, counted, 2, 2, H100) == pytest.approx(found / 2)
     slow = replace(H100, operations=1e12)  # then the operations take longer than the reads
     operations = 3 * (2 * MATRICES_7B * 110 + 4 * 28 * 3584 * 110**2 / 2 + 2 * HEAD_7B * 100)
     assert estimate.sampling_seconds(setup, counted, 2, 100, slow) == pytest.approx(operations / 1e12)
 
 
-PUBLISHED = {"Qwen/Qwen2.5-0.5B-Instruct": 0.49, "Qwen/Qwen2.5-Math-7B": 7.61, "Qwen/Qwen3-4B-Instruct-2507": 4.0}
-PUBLISHED |= {"meta-llama/Llama-3.2-1B": 1.23, "allenai/OLMo-2-1124-13B-SFT": 13.7}  # 1e9 weights, of their cards
+PUBLISHED = {"Qwen/Qwen2.5-Math-7B": 7.61, "allenai/OLMo-2-1124-13B-SFT": 13.7}  # 1e9 weights, of their cards
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_well_known_model_is_counted_without_its_config(name):
     model = estimate.Model(estimate.known_config(name), torch.bfloat16)
     assert model.all / 1e9 == pytest.approx(PUBLISHED[name], rel=0.01)
-
-
-def test_a_name_that_only_begins_like_a_known_one_is_not_known():
     assert estimate.known_config("x/Qwen2.5-0.5Bits") is None and estimate.known_config("Qwen2.5") is None

@@ -57,10 +57,6 @@ def check(*argv, world_size=1):
 def test_key_flags_have_the_documented_defaults():
     args = parse()
     assert [f"{pair.partition('=')[0]}={getattr(args, pair.partition('=')[0])}" for pair in KEY_FLAGS] == KEY_FLAGS
-    assert args.model_name_or_path == "x"
-
-
-def test_the_model_is_the_only_required_flag():
     check()
     with pytest.raises(utils.UserError, match="--model_name_or_path is required: a hub name or a directory"):
         utils.parse_args(grpo.Args, ROOM).check()
@@ -72,8 +68,6 @@ def test_the_model_is_the_only_required_flag():
 FORMS = """
 --active_sampling | active_sampling | True
 --active-sampling=true | active_sampling | True
---active_sampling --no_active_sampling | active_sampling | False
---load_ref_policy false --beta 0 | load_ref_policy | False
 --total_episodes 10_000 | total_episodes | 10000
 --loss_denominator 4096 | loss_denominator | '4096'
 --exp_name -x | exp_name | '-x'
@@ -176,10 +170,8 @@ def test_the_table_of_other_flags():
 
 OTHERS = """
 --truncated_importance_sampling_ratio_cap=0.0 | use_rho_correction | False
---masked_mean_axis 1 | loss_denominator | 'sequence'
 --no_add_r1_style_format_reward | apply_r1_style_format_reward | False
 --actor_num_gpus_per_node 4 8 | num_learners_per_node | [4, 8]
---attn_implementation flash_2 | attn_implementation | 'flash_attention_2'
 """
 
 
@@ -187,7 +179,7 @@ OTHERS = """
 def test_other_names_of_our_flags(line, name, want, nothing_told, capsys):
     assert repr(getattr(parse(*line.split()), name)) == want
     first = line.split()[0].partition("=")[0].lstrip("-").replace("-", "_")
-    assert (f" --{first}" in capsys.readouterr().out) == (first not in FLAGS or "flash_2" in line)
+    assert (f" --{first}" in capsys.readouterr().out) == (first not in FLAGS)
 
 
 def test_adapters_need_no_more_than_their_rank(nothing_told):
@@ -198,15 +190,10 @@ def test_adapters_need_no_more_than_their_rank(nothing_told):
     assert parse("--use_peft", "False", "--lora_r", "8").lora_rank == 0
 
 
-def test_a_short_name_is_known_by_its_initials():
-    assert checks.likely_flags("lr", set(FLAGS)).startswith("--learning_rate ")
-
-
 MISSING = r"""
 --use_search_actor --use_peft | --use_search_actor: .*--tools .*; --use_peft: .*--lora_rank
 --warm_up_steps 10 | --warm_up_steps 10: .*--warmup_ratio
 --mask_tool_use False | ^--mask_tool_use False: answers never have a loss
---use_peft --lora_r 8 | ^--use_peft: give --lora_rank
 --use_peft --lora_rank 8 --lora_dropout 0.1 | ^--lora_dropout 0.1: adapters have no dropout
 """
 
@@ -225,10 +212,8 @@ BOUNDS = [  # one of each kind of type
     ("num_mini_batches", "0", "must be positive"),
     ("beta", "-1", "must not be negative"),
     ("beta", "nan", "must be a number"),
-    ("alpha", "1.1", r"must be in \(0, 1\]"),
     ("clip_lower", "-0.1", r"must be in \[0, 1\]"),
     ("seed", "4294967296", r"must be in \[0, 2\*\*32\)"),
-    ("warmup_ratio", "1", r"must be in \[0, 1\)"),
     ("vllm_gpu_memory_utilization", "1.0", r"must be in \(0, 1\)"),
 ]
 
@@ -246,25 +231,15 @@ REFUSALS = f"""
 --num_samples_per_prompt_rollout 1 | num_samples_per_prompt_rollout
 --num_mini_batches 3 | num_unique_prompts_rollout num_mini_batches
 --total_episodes 63 | total_episodes num_unique_prompts_rollout
---overlong_buffer_length 256 | overlong_buffer_length response_length
 --beta 0.1 --no_load_ref_policy | beta no_load_ref_policy
 --lora_rank 8 --ref_policy_update_freq 5 | ref_policy_update_freq lora_rank
---offload reference --ref_policy_update_freq 2 | ref_policy_update_freq offload
-{TEACHER} --beta 0 --no_load_ref_policy | ref_model_name_or_path no_load_ref_policy
 {TEACHER} --beta 1 | ref_model_name_or_path no_filter_zero_std_samples
 {TEACHER} --no_filter_zero_std_samples --kl_estimator kl1 | kl_estimator ref_model_name_or_path
---clip_dual 3 --loss_fn gspo | clip_dual loss_fn
 --loss_denominator tokens | loss_denominator
---lr_scheduler_type constant --warmup_ratio 0.1 | warmup_ratio
 --vllm_top_p 0.9 | vllm_top_p use_rho_correction
---rho_clamp_upper_bound 0.5 | rho_clamp_upper_bound
---rho_clamp_lower_bound 1.5 | rho_clamp_lower_bound
---rho_mask_tv_divergence --no_use_rho_correction | rho_mask
 --rho_mask_tv_divergence | rho_mask_tv_divergence rho_mask_upper_bound
 --rho_mask_upper_bound 1 | rho_mask_upper_bound
 --no_apply_verifiable_reward | no_apply_verifiable_reward apply_r1_style_format_reward
---additive_format_reward | additive_format_reward apply_r1_style_format_reward
---kl_in_reward --beta 0 | kl_in_reward beta
 --kl_in_reward | kl_in_reward advantage_normalization_type
 --kl_in_reward --force_kl_in_reward --mask_truncated_completions | mask_truncated_completions
 --active_sampling --no_filter_zero_std_samples | active_sampling filter_zero_std_samples
@@ -273,8 +248,6 @@ REFUSALS = f"""
 --resume --overwrite | resume overwrite
 --vllm_kwargs [1] | vllm_kwargs
 --vllm_kwargs {{"seed":3}} | vllm_kwargs seed
---vllm_kwargs {{"load_format":"dummy"}} | vllm_kwargs
---profile_step 999999 | profile_step
 --dump_steps every | dump_steps
 --load_batches tests --active_sampling | load_batches active_sampling
 --env_file tests/conftest.py --tools calculator | env_file tools
@@ -294,6 +267,7 @@ def test_refusals_name_the_flags(line, flags):
 TOLD = r"""
 --dataset_mixer_list no_such.jsonl 1.0 | --dataset_mixer_list no_such\.jsonl
 --model_name_or_path ./tests/nothere | --model_name_or_path ./tests/nothere
+--system_prompt_override_file no.txt | --system_prompt_override_file no.txt
 --vllm_tensor_parallel_size 2 | --vllm_tensor_parallel_size 2
 --llm_judge_model m | --llm_judge_model m
 """
@@ -313,7 +287,6 @@ OF_RANKS = r"""
 --seed 1 | 3 | --num_unique_prompts_rollout 16
 --num_mini_batches 8 | 4 | --num_mini_batches 8
 --sequence_parallel_size 2 --attn_implementation eager | 2 | --sequence_parallel_size 2
---solver_model_name_or_path s | 2 | --solver_base_url
 """
 
 
@@ -326,9 +299,7 @@ def test_refusals_that_depend_on_the_ranks(line, world_size, message):
 OF_FAST = r"""
 --num_learners_per_node 2 --vllm_num_engines 3 | 4 | 4 | 5 processes
 --num_learners_per_node 3 1 --vllm_num_engines 2 --vllm_tensor_parallel_size 2 | 8 | 4 | two nodes
---num_learners_per_node 2 2 | None | 1 | --num_learners_per_node 2 2
---num_learners_per_node 2 --vllm_num_engines 0 | None | 1 | an engine
---rollout_backend transformers --vllm_tensor_parallel_size 2 | None | 1 | --rollout_backend vllm
+--num_learners_per_node 0 | None | 1 | a learner
 --load_batches tests | None | 1 | --load_batches tests
 --deterministic --inflight_updates | None | 1 | --deterministic
 """
@@ -342,10 +313,8 @@ def test_refusals_of_grpo_fast(line, world, a_node, message):
 
 ALLOWED = """
 --num_samples_per_prompt_rollout 1 --advantage_normalization_type none --no_filter_zero_std_samples | 1
---num_mini_batches 4 | 4
 --vllm_top_p 0.9 --no_use_rho_correction | 1
 --rho_clamp_upper_bound 0 --rho_mask_lower_bound 0.5 --rho_mask_upper_bound 5 | 1
---no_apply_verifiable_reward --apply_r1_style_format_reward --additive_format_reward | 1
 --temperature 0.01 --learning_rate 0 --max_grad_norm 0 --max_logprob_gap 0 | 1
 """  # just inside the bounds that the refusals above are just outside of
 
@@ -353,14 +322,6 @@ ALLOWED = """
 @pytest.mark.parametrize("line, world_size", rows_of(ALLOWED))
 def test_what_is_allowed(line, world_size):
     check(*line.split(), world_size=int(world_size))
-
-
-# --- Arithmetic -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("episodes, steps", [(64, 1), (127, 1), (128, 2), (100_000, 1562)])
-def test_steps_are_whole_batches(episodes, steps):  # 16 x 4 = 64 a step; 1562 x 64 = 99 968
-    assert grpo.num_training_steps(grpo.Args(total_episodes=episodes)) == steps
 
 
 # --- The script -------------------------------------------------------------------------------------------------------
@@ -380,8 +341,6 @@ def test_the_plan_says_what_the_disk_must_hold(tmp_path, monkeypatch):
     assert estimate("") == {"model": 2 * 5050}
     assert estimate("--model_dtype float32 --save_freq 4") == {"model": 4 * 5050, "2 of steps": 2 * 4 * 5050}
     assert estimate("--checkpoint_state_freq 2")["4 checkpoints"] == 4 * 12 * 5050  # 3 and the one that is written
-    assert estimate("--checkpoint_state_freq 2 --keep_last_n_checkpoints -1")["5 checkpoints"] == 5 * 12 * 5050
-    assert estimate("--checkpoint_state_freq 5 --ref_policy_update_freq 1")["2 checkpoints"] == 2 * 16 * 5050
     adapters = 2 * (100 + 50)
     assert estimate("--lora_rank 2 --checkpoint_state_freq 9")["1 checkpoints"] == 12 * adapters
     assert estimate("--lora_rank 2 --lora_merge") == {"model": 4 * adapters + 2 * 5050}
@@ -411,25 +370,10 @@ def test_a_refused_flag_is_one_line_without_traceback():
     assert re.fullmatch(r"grpo\.py: --beta 0\.1 needs .*--no_load_ref_policy.*\n", done.stderr)
 
 
-def test_ranks_of_torchrun_are_checked(monkeypatch):
-    for name, value in (("WORLD_SIZE", "3"), ("RANK", "1")):
-        monkeypatch.setenv(name, value)
-    with pytest.raises(utils.UserError, match="--num_unique_prompts_rollout 16 is not a multiple of the 3 ranks"):
-        grpo.main(parse(*ROOM))
-
-
 def test_a_gpu_without_memory_names_flags_that_help():
     said = utils.words_of(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. " + 50 * "x "))
     flags = re.findall(r"--(\w+)", said)
     assert "2.00 GiB" in said and len(flags) >= 3 and set(flags) <= {field.name for field in fields(grpo.Args)}
-
-
-def test_one_row_in_place_of_all_rows_is_told(tmp_path, capsys):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"messages": [{"role": "user", "content": "1 + 1?"}], "ground_truth": "2", "dataset": "gsm8k"}\n')
-    for amount in ("1", "1.0"):
-        grpo.main(parse(*"--model_name_or_path x --dry_run --dataset_mixer_list".split(), str(rows), amount))
-        assert ("WARNING: --dataset_mixer_list" in capsys.readouterr().out) == (amount == "1")
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

@@ -47,25 +47,6 @@ def test_time_left_is_the_pace_of_the_last_steps(tmp_path, world, monkeypatch, c
         logger.log({"training_step": step, "objective/scores": float(step)})
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[-1] for line in lines[2:]] == ["2:46:30", "4:09:30"]  # 999 x 10 s, 998 x 15 s
-    for step in range(3, 40):
-        now[0] += 2.0
-        logger.log({"training_step": step, "objective/scores": math.nan})
-    assert capsys.readouterr().out.splitlines()[-1].split()[-1] == "0:32:02"  # 961 x 2 s
-
-
-def test_a_step_is_one_line_of_120_columns_whatever_its_numbers_are(tmp_path, world, capsys, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(utils.time, "monotonic", lambda: now[0])
-    logger = make_logger(tmp_path, world, num_steps=100_000)
-    metrics = {name: -123456.789 for _, name, _ in utils.Logger.COLUMNS}
-    logger.log(metrics | {"training_step": 1, "time/total": 987654.3})
-    now[0] += 3600.0
-    logger.log({name: math.nan for name in metrics} | {"training_step": 99_999, "optim/grad_norm": 0.5})
-    header, large, missing = capsys.readouterr().out.splitlines()
-    assert max(len(header), len(large), len(missing)) <= 120 and "-1e+05" in large and "1e+06" in large
-    assert missing.split()[:2] == ["99999/100000", "0.50"]
-    end = header.rindex(" grad ") + len(" grad")
-    assert missing[:end].endswith("0.50")  # below its heading
 
 
 def test_tensorboard_gets_metrics_and_samples_and_a_resume_replaces_what_it_does_again(tmp_path, world):
@@ -130,6 +111,7 @@ class FakeWandb(types.ModuleType):
 
     id, url, dir, offline = "id7", "https://x", "here", False
     Settings = Table = staticmethod(lambda *args, **kwargs: len(args) and len(args[1]))
+    setup = define_metric = teardown = staticmethod(lambda *args, **kwargs: None)
 
     def __init__(self):
         super().__init__("wandb")
@@ -145,24 +127,15 @@ class FakeWandb(types.ModuleType):
         if self.act == f"fail {when}":
             raise RuntimeError("no network")
 
-    def setup(self, settings):
-        pass
-
     def init(self, id, project, config, mode="online", **more):
         self.do("init" if mode == "online" else mode, id, project, config["exp_name"])
         return self
-
-    def define_metric(self, *args, **kwargs):
-        pass
 
     def log(self, row, step):
         self.do(f"log {step}", row)
 
     def finish(self, exit_code):
         self.do("finish", exit_code)
-
-    def teardown(self):
-        pass
 
 
 @pytest.fixture
@@ -199,7 +172,7 @@ def test_a_tracker_gets_all_rows_and_the_end(fake, tmp_path, world, capsys):
     assert "WARNING" not in out and out.count("tracked by wandb: https://x\n") == 2
 
 
-@pytest.mark.parametrize("act", ["hang init", "hang log 2", "hang finish", "fail offline", "fail log 2", "fail finish"])
+@pytest.mark.parametrize("act", ["hang init", "hang log 2", "fail offline", "fail log 2"])
 def test_a_tracker_that_hangs_or_fails_never_blocks_and_is_told_once(fake, act, tmp_path, world, capsys, monkeypatch):
     monkeypatch.setattr(track, "START_S", 0.5)
     monkeypatch.setattr(track, "WAIT_S", 0.5 if "hang" in act else 30.0)
@@ -215,15 +188,6 @@ def test_a_tracker_that_hangs_or_fails_never_blocks_and_is_told_once(fake, act, 
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 199
     if act == "fail log 2":  # the next row may arrive
         assert [name for name, *_ in fake.got[-3:]] == ["log 198", "log 199", "finish"]
-
-
-def test_wandb_is_offline_where_it_cannot_be_reached(fake, tmp_path, world, capsys):
-    fake.act = "fail init"
-    logger = make_logger(tmp_path, world, "--with_tracking")
-    logger.log({"training_step": 1})
-    logger.close()
-    assert [name for name, *_ in fake.got] == ["init", "offline", "log 1", "finish"]
-    assert "WARNING" not in capsys.readouterr().out
 
 
 FAILS = """
@@ -250,11 +214,10 @@ FAILS = """
 
 
 @pytest.mark.house
-@pytest.mark.parametrize("mode, key", [("offline", ""), ("online", "a" * 40)])
-def test_a_run_that_fails_sends_its_rows_first(tmp_path, mode, key):
-    """To the disk, where no server answers. wandb's process, which shares the pipes, does not outlive the run."""
+def test_a_run_that_fails_sends_its_rows_first(tmp_path):
+    """To the disk, for no server answers. wandb's process, which shares the pipes, does not outlive the run."""
     command = [sys.executable, "-c", textwrap.dedent(FAILS), tmp_path]
-    env = {"WANDB_MODE": mode, "WANDB_API_KEY": key, "WANDB_BASE_URL": "http://127.0.0.1:9"}
+    env = {"WANDB_MODE": "online", "WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
     done = subprocess.run(command, cwd=REPO, env=os.environ | env, capture_output=True, text=True)
     assert done.returncode == 1 and "a bug" in done.stderr and "WARNING" not in done.stdout
     (log,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")

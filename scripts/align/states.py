@@ -19,7 +19,6 @@ configuration, only strategy fsdp2 and use_orig_params=True can be read. Adapter
 """
 
 import itertools
-import logging
 import os
 import pickle
 import re
@@ -192,8 +191,7 @@ def convert(source: Path, step: int, out: Path, model_name: str | None) -> Path:
     saved = {name: weights.get(name.removeprefix("model.")) for name in shapes}
     wrong = [name for name, shape in shapes.items() if getattr(saved[name], "shape", None) != shape]
     if wrong:
-        more = ", ..." if len(wrong) > 3 else ""
-        raise ValueError(f"{directory}: not the model's {', '.join(wrong[:3])}{more}")
+        raise ValueError(f"{directory}: not the model's {', '.join(wrong[:3])}")
     state: dict[str, Any] = {"policy": {name: weight.float() for name, weight in saved.items()}}
     state["optimizer"] = {"state": {f"model.{name}": values for name, values in moments.items()}}
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -210,7 +208,6 @@ def main() -> int:
     flags.add_argument("--model", help="directory or hub name of the start model")
     options = flags.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the GPUs are the run's
-    logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)  # no process group is here
     try:
         print(f"{options.out} has the state of {convert(options.source, options.step, options.out, options.model)}")
     except (ValueError, OSError) as error:

@@ -15,12 +15,9 @@ values to the flags that stand before its first colon. The bound of a single num
 import difflib
 import heapq
 import importlib.util
-import json
-import math
 import os
 import re
 import shlex
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -32,15 +29,12 @@ from rewards import need
 ENDINGS = (".jsonl", ".parquet", ".csv", ".json")  # of files of rows that are read
 COMPRESSED = (".gz", ".zst")  # after these endings, but .parquet
 LARGE = 2**22  # bytes of data files: smaller ones are read sooner than pyarrow is imported
-SCRIPTS = Path(__file__).resolve().parents[1]
-TOOLS = SCRIPTS / "tools"
-TABLE = SCRIPTS / "train" / "open_instruct.tsv"  # flag or flag=value, kind, words, another flag or nothing
+TABLE = Path(__file__).parents[1] / "train" / "open_instruct.tsv"
 ENGINE_VARIABLES = {  # of vLLM: the only value with which an engine here works, and why
     "VLLM_ENABLE_V1_MULTIPROCESSING": ("0", "the engine must be in the process of its rank"),
     "VLLM_DISTRIBUTED_USE_SPLIT_GROUP": ("0", "it wants process groups that are bound to a device"),
     "VLLM_SKIP_P2P_CHECK": ("1", "ranks of an engine would read a file that another rank writes elsewhere"),
 }
-TRACKERS = {"with_tracking": "wandb", "with_tensorboard": "tensorboard", "with_trackio": "trackio"}
 PROCESSES = "--num_learners_per_node + --vllm_num_engines x --vllm_tensor_parallel_size"
 
 
@@ -121,10 +115,7 @@ def likely_flags(name: str, known: set[str]) -> str:
     def alike(flag: str) -> float:
         whole = difflib.SequenceMatcher(None, name, flag).ratio()
         start = difflib.SequenceMatcher(None, name, flag[: len(name)]).ratio()
-        words = flag.split("_")
-        initials = "".join(word[:1] for word in words)
-        is_short_for_it = name == initials
-        return max(whole, 0.95 * start, is_short_for_it)
+        return max(whole, 0.95 * start)
 
     return " or ".join(f"--{flag}" for flag in heapq.nlargest(2, sorted(known), alike))
 
@@ -150,10 +141,8 @@ def check_args(args: Any, world_size: int, fast: bool) -> None:
         problems = refused_in_a_run(args, fast)
         need(not problems, "; ".join(problems))
     check_step(args, world_size)
-    if fast:
-        check_room(args, args.single_gpu_mode, 0.6)
-    else:
-        check_room(args, True, 0.6 if args.vllm_sleep == "off" else 0.8)
+    check_room(args, fast)
+    if not fast:
         check_ranks(args, world_size)
     check_loss(args)
     check_reference(args)
@@ -170,17 +159,8 @@ def check_sources(args: Any) -> None:
         args.refuse("--resume continues a run, --overwrite replaces it: give one of them")
     if not re.fullmatch("|all|0*[1-9][0-9]*", args.dump_steps):
         args.refuse("--dump_steps: all, or N for every N-th step")
-    if args.load_states:
-        first_states = ("checkpoints/step_1", "global_step_1/actor", "step_1", "checkpoint-1")
-        if not any((Path(args.load_states) / name).is_dir() for name in first_states):
-            args.refuse(f"--load_states: no state of step 1, which would be {', '.join(first_states)}")
-        if args.lora_rank:
-            args.refuse("--load_states with --lora_rank: other runs' states are whole models, drop --lora_rank")
-    if args.load_batches and (
-        args.dataset_mixer_eval_list or args.active_sampling or args.reward_file or args.audit_verifier
-    ):
-        flags = "--dataset_mixer_eval_list --active_sampling --reward_file --audit_verifier"
-        args.refuse(f"--load_batches: drop {flags}: nothing is sampled")
+    if args.load_batches and (args.dataset_mixer_eval_list or args.active_sampling):
+        args.refuse("--load_batches: drop --dataset_mixer_eval_list --active_sampling: nothing is sampled")
     if args.env_file and args.tools:
         args.refuse("--env_file --tools: an environment answers or tools do: drop one, or call tools in the file")
 
@@ -189,43 +169,25 @@ def refused_in_a_run(args: Any, fast: bool) -> list[str]:
     """What a run is refused for, and a --dry_run, perhaps on another machine, only tells: a sentence for each, which
     begins with the flag and its value. First what is not on this machine, and not on the hub."""
     problems = []
-    for flag in ("model_name_or_path", "ref_model_name_or_path", "load_batches"):
-        path = getattr(args, flag)
-        if is_missing_path(path) or (flag == "load_batches" and path and not Path(path).is_dir()):
-            problems.append(f"--{flag} {path}: no such directory")
+    for flag in ("model_name_or_path", "ref_model_name_or_path"):
+        if is_missing_path(getattr(args, flag)):
+            problems.append(f"{args.with_value(flag)}: no such directory")
     for flag in ("dataset_mixer_list", "dataset_mixer_eval_list"):
         for name in getattr(args, flag)[::2]:
             problem = problem_of_data(name)
             problems += [f"--{flag} {name}: {problem}"] if problem else []
-    for flag in ("system_prompt_override_file", "env_file"):
-        path = getattr(args, flag)
-        if path and not Path(path).is_file():
-            problems.append(f"--{flag} {path}: no such file")
-        elif flag == "env_file" and path and not re.search(r"\b(step|Env|agent)\b", Path(path).read_text()):
-            problems.append(f"--{flag} {path}: it has neither step(episode), nor a class Env, nor agent(base_url, row)")
+    system = args.system_prompt_override_file
+    if system and not Path(system).is_file():
+        problems.append(f"--system_prompt_override_file {system}: no such file")
     if args.problem_of_template:
         problems.append(args.problem_of_template)
-    if args.chat_template_kwargs:
-        try:
-            is_object = isinstance(json.loads(args.chat_template_kwargs), dict)
-        except ValueError:
-            is_object = False
-        if not is_object:
-            problems.append(f"--chat_template_kwargs {args.chat_template_kwargs}: not a JSON object")
-    for tool in args.tools:
-        path = Path(tool) if tool.endswith(".py") else TOOLS / f"{tool}.py"
-        if not path.is_file():
-            known = sorted(path.stem for path in TOOLS.glob("*.py") if "\nSCHEMA" in path.read_text("utf-8"))
-            problems.append(f"--tools {tool}: no such tool. There are {', '.join(known)}, or give a .py file")
+    if not re.fullmatch(r"(\s*\{.*\}\s*)?", args.chat_template_kwargs, re.DOTALL):
+        problems.append(f"{args.with_value('chat_template_kwargs')}: not a JSON object")
     if args.max_steps != type(args).max_steps and not args.has_turns:  # TRL's word for the training steps
         problems.append(f"--max_steps {args.max_steps} bounds answers of --tools or --env_file: take --total_episodes")
     if args.vllm_tensor_parallel_size > 1 and not fast:
-        size = args.vllm_tensor_parallel_size
-        problems.append(f"--vllm_tensor_parallel_size {size}: an engine of grpo.py has one GPU: start grpo_fast.py")
-    compiler = os.environ.get("CXX", "g++")
-    if args.compile_layers and not shutil.which(compiler):
-        fix = "install one, name yours in the variable CXX, or leave the flag out"
-        problems.append(f"--compile_layers: there is no C++ compiler {compiler}: {fix}")
+        flag = args.with_value("vllm_tensor_parallel_size")
+        problems.append(f"{flag}: an engine of grpo.py has one GPU: start grpo_fast.py")
     samples_with_vllm = args.rollout_backend == "vllm" and not args.load_batches
     if samples_with_vllm and importlib.util.find_spec("vllm") is None:
         problems.append("--rollout_backend vllm: it is not installed: take --rollout_backend transformers")
@@ -236,9 +198,6 @@ def refused_in_a_run(args: Any, fast: bool) -> list[str]:
             value = os.environ.get(name, works)
             if value != works:
                 problems.append(f"the variable {name} is {value}: unset it: {why}")
-    for flag, package in TRACKERS.items():
-        if getattr(args, flag) and importlib.util.find_spec(package) is None:
-            problems.append(f"--{flag}: a package is not installed: pip install {package}")
     return problems
 
 
@@ -248,8 +207,6 @@ def problem_of_data(name: str) -> str:
     ending = ending_of(path)
     if is_missing_path(name):
         return "no such file" if ending else "no such directory"
-    if path.suffix == ".zst" and importlib.util.find_spec("zstandard") is None:
-        return ".zst is read with a package that is not installed: pip install zstandard"
     if not path.is_file() or ending:
         return ""
     what = "".join(path.suffixes[-2:]) or "a file without an ending"
@@ -258,14 +215,12 @@ def problem_of_data(name: str) -> str:
 
 def is_large(mixer: Sequence[tuple[str, Any]]) -> bool:
     """Whether (name, amount) pairs are so many rows that scripts/parts/prepared.py keeps what becomes of them."""
-    size = 0.0
-    for name, amount in mixer:
+    size = 0
+    for name, _ in mixer:
         path = Path(name)
         if not path.exists() and not name.startswith("reasoning_gym:"):
             return True  # of the hub
-        files = [path] if path.is_file() else path.rglob("*")
-        repeated = max(1.0, amount) if isinstance(amount, float) else 1.0
-        size += repeated * sum(file.stat().st_size for file in files)
+        size += sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file())
     return size > LARGE
 
 
@@ -309,9 +264,6 @@ def check_step(args: Any, world_size: int) -> None:
     if args.total_episodes < prompts * samples:
         sizes = "--num_unique_prompts_rollout x --num_samples_per_prompt_rollout"
         args.refuse(f"--total_episodes is less than a step of {sizes} = {prompts * samples}")
-    steps = args.total_episodes // (prompts * samples)
-    if args.profile_step > steps:
-        args.refuse(f"--profile_step: the run has {steps} steps")
     if prompts % world_size:
         more = prompts + -prompts % world_size
         args.refuse(f"--num_unique_prompts_rollout is not a multiple of the {world_size} ranks: take {more}")
@@ -331,12 +283,14 @@ def check_learners(args: Any, learners: int, fix: str) -> None:
         args.refuse(f"--fsdp_shard_size does not divide the {learners} learners: take a number that does, or 0")
 
 
-def check_room(args: Any, shares_gpu: bool, most: float) -> None:
-    """The GPU memory that an engine leaves the learner on the same GPU."""
+def check_room(args: Any, fast: bool) -> None:
+    """The GPU memory that an engine leaves the learner on the same GPU. In grpo.py it may sleep during updates."""
     import torch
 
+    most = 0.6 if fast or args.vllm_sleep == "off" else 0.8
+    is_shared = args.single_gpu_mode or not fast
     on_gpu = torch.cuda.is_available() and args.rollout_backend == "vllm"
-    if shares_gpu and on_gpu and args.vllm_gpu_memory_utilization > most:
+    if is_shared and on_gpu and args.vllm_gpu_memory_utilization > most:
         args.refuse(f"--vllm_gpu_memory_utilization leaves the learner on the same GPU no room: 0.3 to {most}")
 
 
@@ -348,9 +302,6 @@ def check_ranks(args: Any, world_size: int) -> None:
         ranks = learners[0] if learners else 1
         fix = f"grpo.py with torchrun --nproc_per_node={ranks}, or grpo_fast.py, which has engines of its own"
         args.refuse(f"--num_learners_per_node but {world_size} ranks run: start {fix}")
-    starts_servers = args.solver_model_name_or_path and not args.solver_base_url
-    if starts_servers and world_size != int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
-        args.refuse("--solver_model_name_or_path: on several nodes start servers yourself and give --solver_base_url")
 
 
 def check_fast(args: Any, world_size: int | None, ranks_per_node: int) -> None:
@@ -358,8 +309,6 @@ def check_fast(args: Any, world_size: int | None, ranks_per_node: int) -> None:
     `world_size` is None if the script starts its own processes, on one node."""
     import torch
 
-    if args.rollout_backend != "vllm" and args.vllm_tensor_parallel_size > 1:
-        args.refuse("--vllm_tensor_parallel_size: needs --rollout_backend vllm")
     if args.load_batches or args.load_states:
         args.refuse("--load_batches --load_states: grpo.py trains on what others saved; grpo_fast.py only saves")
     timing_decides = args.inflight_updates or (args.active_sampling and args.async_steps)
@@ -371,20 +320,14 @@ def check_fast(args: Any, world_size: int | None, ranks_per_node: int) -> None:
         raise rewards.UserError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']} without torchrun: {fix}")
     learners = sum(args.num_learners_per_node)
     ranks = learners + args.vllm_num_engines * args.vllm_tensor_parallel_size
-    nodes = 1 if world_size is None else world_size // ranks_per_node
-    is_plan = args.dry_run and world_size is None  # perhaps for other machines than this one
-
-    fewest = min(args.num_learners_per_node, default=-1)
-    if fewest < 0 or learners < 1 or args.vllm_num_engines < 1:
-        args.refuse(f"{PROCESSES}: a run needs a learner and an engine")
+    if learners < 1:
+        args.refuse("--num_learners_per_node: a run needs a learner")
     check_learners(args, learners, "raise --num_learners_per_node")
     if world_size not in (None, ranks):
         args.refuse(f"{PROCESSES} = {ranks} processes, but {world_size} ranks run: start torchrun with {ranks} in all")
-    given = len(args.num_learners_per_node)
-    if given > nodes and not is_plan:
-        args.refuse(f"--num_learners_per_node is for {given} nodes, but {nodes} run: give a number for each")
     if world_size is not None:  # an engine lies within a node, on ranks that do not learn
         tp = args.vllm_tensor_parallel_size
+        nodes = world_size // ranks_per_node
         learners_of_nodes = (args.num_learners_per_node + [0] * nodes)[:nodes]
         engine_ranks = [ranks_per_node - min(n, ranks_per_node) for n in learners_of_nodes]
         is_split = any(n % tp for n in engine_ranks)
@@ -403,22 +346,11 @@ def check_fast(args: Any, world_size: int | None, ranks_per_node: int) -> None:
 def check_loss(args: Any) -> None:
     """The optimizer, the loss, and the correction for the engine's numerics: where learner and engine agree, a response
     has rho 1 and a mean |rho - 1|, the divergence, of 0."""
-    if args.warmup_ratio and args.lr_scheduler_type == "constant":
-        args.refuse("--warmup_ratio with --lr_scheduler_type warms nothing up: take constant_with_warmup")
-    if args.clip_dual and (args.clip_dual <= 1 or args.loss_fn != "dapo"):
-        args.refuse("--clip_dual: must be above 1, with --loss_fn dapo; 0 is off")
-    number = args.loss_denominator
-    is_positive = re.fullmatch(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", number) is not None and 0 < float(number) < math.inf
-    if number not in ("token", "sequence") and not is_positive:
+    if not re.fullmatch(r"token|sequence|[1-9]\d*(\.\d+)?(e\d+)?", args.loss_denominator):
         args.refuse("--loss_denominator: token, sequence or a positive number")
     lower = args.rho_mask_lower_bound
     upper = args.rho_mask_upper_bound
     by_divergence = args.rho_mask_tv_divergence
-    bounds = lower or upper or args.rho_clamp_lower_bound or args.rho_mask_sequence_level or by_divergence
-    if not args.use_rho_correction and bounds:
-        args.refuse("--rho_mask_* bounds and --rho_clamp_lower_bound act through --use_rho_correction: drop them")
-    if 0 < args.rho_clamp_upper_bound < 1 or args.rho_clamp_lower_bound > 1:
-        args.refuse("--rho_clamp_lower_bound must be at most 1, --rho_clamp_upper_bound at least 1, or 0 for off")
     if not by_divergence and (lower >= 1 or 0 < upper <= 1):
         args.refuse("--rho_mask_lower_bound must be below 1, --rho_mask_upper_bound above 1, or 0 for off")
     if by_divergence and (args.rho_mask_sequence_level or lower or not upper):
@@ -431,13 +363,10 @@ def check_reference(args: Any) -> None:
     """The reference policy, and a teacher in its place."""
     if args.beta and not args.load_ref_policy:
         args.refuse("--beta needs a reference policy: drop --no_load_ref_policy or set --beta 0")
-    moves = args.ref_policy_update_freq is not None
-    if moves and (args.lora_rank or args.ref_model_name_or_path or "reference" in args.offload):
+    stays = args.lora_rank or args.ref_model_name_or_path or "reference" in args.offload
+    if args.ref_policy_update_freq is not None and stays:
         args.refuse("--ref_policy_update_freq clashes with --lora_rank --ref_model_name_or_path --offload: drop one")
-    has_teacher = bool(args.ref_model_name_or_path)
-    if has_teacher and not args.load_ref_policy:
-        args.refuse("--ref_model_name_or_path is the reference policy: drop --no_load_ref_policy")
-    teaches = has_teacher and args.beta > 0 and not args.kl_in_reward
+    teaches = args.ref_model_name_or_path and args.beta > 0 and not args.kl_in_reward
     if teaches and args.filter_zero_std_samples:
         args.refuse("--ref_model_name_or_path teaches by the KL of all groups: add --no_filter_zero_std_samples")
     if teaches and args.kl_estimator in ("0", "kl1"):
@@ -449,8 +378,6 @@ def check_advantages(args: Any) -> None:
     kind = args.advantage_normalization_type
     if args.active_sampling and not args.filter_zero_std_samples:
         args.refuse("--active_sampling refills groups that --filter_zero_std_samples drops: it needs that flag")
-    if args.kl_in_reward and args.beta == 0:
-        args.refuse("--kl_in_reward subtracts beta * KL: it needs --beta above 0")
     if args.kl_in_reward and args.mask_truncated_completions:
         args.refuse("--kl_in_reward needs the KL of whole groups, which --mask_truncated_completions cuts: drop one")
     if args.kl_in_reward and kind.startswith("standard") and not args.force_kl_in_reward:

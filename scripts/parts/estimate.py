@@ -20,7 +20,6 @@ import utils
 from scripts.parts import hub, packing, plan
 
 GIB = 2**30
-BUCKET = 2**28  # bytes of a weight broadcast, as in grpo_fast.py
 # GiB that a sleeping engine keeps: CUDA's context, workspaces and graphs. A 1,000B model kept 7 (vLLM issue 47654)
 ASLEEP = 4
 SEATS = 1024  # responses that an engine decodes at once, at most
@@ -191,12 +190,6 @@ class Model:
         matrices, head = utils.matmul_parameters(self.model)
         return 2 * matrices * tokens + 4 * utils.attention_width(self.config) * pairs + 2 * head * answered
 
-    def mlp_share(self) -> float:
-        """Of the weights that a forward multiplies with, those of the layers' MLPs."""
-        matrices, _ = utils.matmul_parameters(self.model)
-        inside = sum(p.numel() for layer in self.layers for p in layer.mlp.parameters() if p.ndim >= 2)
-        return inside / matrices
-
 
 @dataclass(frozen=True)
 class Counted:
@@ -231,7 +224,7 @@ def memory_parts(setup: Setup, counted: Counted) -> dict[str, float]:
     With N weights on S shards: master weights and gradients 4 N / S each, Adam 8 N / S, gathered in compute dtype all
     of N, or with stage 3 two groups of layers (utils.GROUP_BYTES) and what is in no layer. With lora_rank only adapters
     have gradients, float32 and Adam: the model is frozen, and its own reference policy. What `offload` names is in
-    `host`. To engines on GPUs of their own the weights go in buckets, four of which are alive at once."""
+    `host`."""
     args = setup.args
     policy = counted.policy
     shards = setup.shards
@@ -257,9 +250,6 @@ def memory_parts(setup: Setup, counted: Counted) -> dict[str, float]:
     if "optimizer" in args.offload:
         parts["host"] += parts["Adam"]
         parts["Adam"] = 0.0
-    if not setup.shared_gpu:
-        largest = policy.itemsize * policy.model.get_output_embeddings().weight.numel()
-        parts["buckets"] = min(policy.itemsize * policy.all, 4 * BUCKET + largest)
     return parts
 
 
@@ -291,9 +281,9 @@ def peak_bytes(setup: Setup, counted: Counted, is_plain: bool) -> float:
     if is_plain:
         groups = [max(p.numel() for layer in policy.layers for p in layer.parameters())]
     in_layers = policy.all - policy.outside
+    head = policy.model.get_output_embeddings().weight.numel() * gradient + logit_bytes(setup, counted, policy)
     # a forward has a group as it was gathered beside its weights, which the next group would be otherwise
     copy = policy.itemsize * groups[0] if setup.args.deepspeed_stage == 3 and len(groups) == 1 else 0
-    head = policy.model.get_output_embeddings().weight.numel() * gradient + logit_bytes(setup, counted, policy)
     moments = [activations + head, activations + copy, policy.outside * gradient]
     for group in groups:
         moments.append(group * gradient + activations * (1 - group / in_layers))
@@ -338,13 +328,11 @@ def memory_text(setup: Setup, counted: Counted, card: Card) -> str:
     longest = args.max_prompt_token_length + args.response_length
     responses = responses_at_once(setup, parts, card.bytes)
     used = learner
-    asleep = ""
     if setup.shared_gpu and args.vllm_sleep == "off":
         used = learner + engine
     elif setup.shared_gpu:  # learner and engine take turns; weights, Adam and reference stay
         between = parts["weights"] + parts["Adam"] + parts["reference"] + engine + saved_bytes(setup, counted.policy)
         used = max(learner + ASLEEP * GIB, between)
-        asleep = f", asleep during updates but for {ASLEEP} GiB"
     of_learner = {name: size for name, size in parts.items() if not name.startswith(("engine", "host"))}
     sizes = ", ".join(f"{name} {size / GIB:.1f}" for name, size in of_learner.items())
     lines = [
@@ -352,7 +340,7 @@ def memory_text(setup: Setup, counted: Counted, card: Card) -> str:
         f"         learner, GiB a GPU: {sizes}: {learner / GIB:.1f}",
         f"         engine, {args.vllm_gpu_memory_utilization:g} of {card.bytes / GIB:.0f} GiB: weights "
         f"{parts['engine_weights'] / GIB:.1f} and {parts['engine_token'] / 1024:.0f} KiB a token, {responses:,} "
-        f"responses of {longest:,} tokens at once{asleep}",
+        f"responses of {longest:,} tokens at once",
     ]
     if args.offload:
         host = f"{parts['host'] / GIB:.1f}, twice that at most: torch rounds each block up to a power of two"
@@ -368,7 +356,7 @@ def memory_text(setup: Setup, counted: Counted, card: Card) -> str:
 
 def step_operations(setup: Setup, counted: Counted) -> float:
     """Operations of all learners in a step whose prompts are computed once. A backward is two forwards, or one where
-    adapters train; reference and old logprobs take a forward each."""
+    adapters train; reference, old logprobs and checkpointing take a forward each."""
     args = setup.args
     prompt = args.max_prompt_token_length
     response = args.response_length
@@ -377,9 +365,7 @@ def step_operations(setup: Setup, counted: Counted) -> float:
     pairs = args.num_unique_prompts_rollout * prompt**2 / 2 + responses * response * (prompt + response / 2)
     forward = counted.policy.forward(tokens, pairs, responses * response)
 
-    passes = 2.0 if args.lora_rank else 3.0
-    if args.gradient_checkpointing:
-        passes += 1.0 if args.gradient_checkpointing_part == "layer" else counted.policy.mlp_share()
+    passes = (2 if args.lora_rank else 3) + args.gradient_checkpointing
     operations = args.num_epochs * passes * forward
     if args.num_epochs * args.num_mini_batches > 1 or args.kl_in_reward:
         operations += forward
@@ -405,6 +391,16 @@ def sampling_seconds(setup: Setup, counted: Counted, engines: int, at_once: int,
     return max(moved / (gpus * sheet.bandwidth), operations / (gpus * sheet.operations))
 
 
+def step_seconds(setup: Setup, counted: Counted, card: Card, sheet: GPU, engines: int) -> tuple[float, float]:
+    """Seconds of a step's learning and of its sampling."""
+    parts = memory_parts(setup, counted)
+    at_once = responses_at_once(setup, parts, card.bytes)
+    operations = step_operations(setup, counted)
+    learning = operations / setup.learners / sheet.operations
+    sampling = sampling_seconds(setup, counted, engines, max(1, at_once), sheet)
+    return learning, sampling
+
+
 def splits_text(setup: Setup, counted: Counted, card: Card, sheet: GPU) -> str:
     """The best divisions of the GPUs and the one that the flags ask for, a line each, the shortest step first. With
     --async_steps both sides work at the same time."""
@@ -412,7 +408,6 @@ def splits_text(setup: Setup, counted: Counted, card: Card, sheet: GPU) -> str:
     tp = args.vllm_tensor_parallel_size
     gpus = setup.learners + args.vllm_num_engines * tp
     together = math.lcm(args.sequence_parallel_size, args.fsdp_shard_size or 1)
-    operations = step_operations(setup, counted)
     found = []  # (seconds of a step, learners, words)
     for learners in range(together, gpus, together):
         engines, rest = divmod(gpus - learners, tp)
@@ -421,19 +416,14 @@ def splits_text(setup: Setup, counted: Counted, card: Card, sheet: GPU) -> str:
         split = replace(setup, learners=learners)
         parts = memory_parts(split, counted)
         learner = learner_bytes(parts)
-        at_once = responses_at_once(setup, parts, card.bytes)
-        learning = operations / learners / sheet.operations
-        sampling = sampling_seconds(setup, counted, engines, max(1, at_once), sheet)
+        learning, sampling = step_seconds(split, counted, card, sheet, engines)
         seconds = learning + sampling
         if args.async_steps:
             seconds = max(learning, sampling)
         says = f"{plan.short(seconds)} s, learners {plan.short(learning)}, engines {plan.short(sampling)}"
-        if learner > 0.95 * card.bytes:
+        if learner > 0.95 * card.bytes or not responses_at_once(setup, parts, card.bytes):
             seconds = math.inf
-            says = f"no room, a learner takes {learner / GIB:.0f} GiB"
-        elif not at_once:
-            seconds = math.inf
-            says = "no room, an engine's cache holds no response"
+            says = f"no room: a learner takes {learner / GIB:.0f} GiB, an engine {parts['engine_weights'] / GIB:.0f}"
         found.append((seconds, learners, f"{learners} + {engines}: {says}"))
     lines = [
         f"splits   of {gpus} GPUs into learners + engines; seconds of a step at a data sheet's speed, if all responses "
@@ -449,14 +439,13 @@ def splits_text(setup: Setup, counted: Counted, card: Card, sheet: GPU) -> str:
 
 def seconds_text(setup: Setup, counted: Counted, card: Card, sheet: GPU) -> str:
     """The seconds of a step of grpo.py, whose ranks have an engine each, as a range."""
-    parts = memory_parts(setup, counted)
-    at_once = responses_at_once(setup, parts, card.bytes)
-    learning = step_operations(setup, counted) / setup.learners / sheet.operations
-    sampling = sampling_seconds(setup, counted, setup.learners, max(1, at_once), sheet)
+    learning, sampling = step_seconds(setup, counted, card, sheet, setup.learners)
     least = learning + sampling
+    most = FIFTH * least
+    share = sampling / least
     length = f"if all responses have {setup.args.response_length:,} tokens"
-    seconds = f"{plan.short(least)} to {plan.short(FIFTH * least)} s, at a data sheet's speed and at a fifth of it"
-    return f"time     of a step, {length}: {seconds}; {sampling / least:.0%} of it is sampling"
+    seconds = f"{plan.short(least)} to {plan.short(most)} s, at a data sheet's speed and at a fifth of it"
+    return f"time     of a step, {length}: {seconds}; {share:.0%} of it is sampling"
 
 
 # --- All of it --------------------------------------------------------------------------------------------------------
@@ -472,9 +461,7 @@ def told(setup: Setup, has_splits: bool) -> str:
         plan.check_model(args, args.model_name_or_path, config)
         if ref_config is not None:
             plan.check_model(args, args.ref_model_name_or_path, ref_config)
-        ways = [packing.expected(one, args) for one in (config, ref_config) if one is not None]
-        warnings = [way for way in ways if way.startswith("WARNING")]
-        lines = [f"packing  {(warnings or ways)[0]}"]
+        lines = [f"packing  {packing.expected(config, args)}"]
         counted = count(setup, config, ref_config)
         lines.append(memory_text(setup, counted, card))
         if card.sheet is None:

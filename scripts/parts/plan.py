@@ -18,11 +18,6 @@ import rewards
 import utils
 from scripts.parts import checks, hub, packing, probe
 
-# Bytes of a row of rollouts.jsonl, measured: its text, and more for each token of the prompt, the response and a dump
-ROLLOUT_BYTES = 700
-PROMPT_BYTES = 12
-TOKEN_BYTES = 50
-DUMP_BYTES = 70
 MIXERS = ("dataset_mixer_list", "dataset_mixer_eval_list")
 FIRST = 1000  # prompts of a data set that are looked at for a mistake of the template
 
@@ -35,20 +30,13 @@ def print_plan(args: Any, fast: bool, learners: int, shared_gpu: bool, logprob_c
     print(arithmetic(args, None if fast else learners))
     if fast:
         print(roles(args, learners))
-    for mistake in checks.likely_mistakes(args):
-        print(f"WARNING: {mistake}")
     print(disk_text(args))
     if not args.dry_run:
         return
-    from scripts.parts import estimate, run_files
+    from scripts.parts import estimate
 
-    if args.resume and not run_files.has_checkpoint(args.run_dir):
-        print(f"resume   {run_files.NOTHING_YET.format(args.run_dir)}")
-    if torch.cuda.is_available() or args.model_dtype != "auto":
-        dtype, why = choose_dtype(args)
-        print(f"dtype    {dtype}: {why}")
-    else:
-        print("dtype    bfloat16 on a GPU; here, without one, a run measures which dtype is faster")
+    dtype, why = choose_dtype(args)
+    print(f"dtype    {dtype} on this machine: {why}")
     print(sources_text(args, fast))
     setup = estimate.Setup(args, learners, shared_gpu, logprob_chunk)
     print(estimate.told(setup, fast and not shared_gpu))
@@ -66,10 +54,7 @@ def arithmetic(args: Any, ranks: int | None) -> str:
     lines = [f"step     {prompts} prompts x {samples} samples = {rollouts} rollouts, at most {tokens:,} tokens"]
     if ranks:
         own = prompts // ranks
-        line = f"ranks    {ranks}, each {own} prompts = {own * samples} rollouts"
-        if args.sequence_parallel_size > 1:
-            line += f"; {args.sequence_parallel_size} share the tokens of a pack"
-        lines.append(line)
+        lines.append(f"ranks    {ranks}, each {own} prompts = {own * samples} rollouts")
     lines.append(
         f"update   {args.num_epochs} epochs x {args.num_mini_batches} mini-batches = {updates} optimizer steps of "
         f"{rollouts // args.num_mini_batches} rollouts, in packs of at most {args.pack_length:,} tokens"
@@ -98,7 +83,9 @@ def sources_text(args: utils.Flags, fast: bool) -> str:
         for name, amount in utils.parse_mixer(flag, getattr(args, flag)):
             lines.append(f"data     --{flag} {name} {amount}: {source_of(name)}")
     lines += [f"refused  {text}" for text in checks.refused_in_a_run(args, fast)]
-    lines += [f"refused  {text}" for text in map(functools.partial(refused_rows, args), MIXERS) if text]
+    for flag in MIXERS:
+        problem = refused_rows(args, flag)
+        lines += [f"refused  {problem}"] if problem else []
     if args.llm_judge_model:
         from scripts.parts import judges
 
@@ -144,9 +131,7 @@ def source_of(name: str) -> str:
         return "generated"
     if checks.is_missing_path(name):
         return "not here"
-    looks_local = Path(name).parent != Path(".") and Path(name).parent.is_dir()
-    hub_words = "hub, because there is no such directory here" if looks_local else "hub"
-    return "local" if Path(name).exists() else hub_words
+    return "local" if Path(name).exists() else "hub"
 
 
 # --- The disk, and checkpoints by the clock ---------------------------------------------------------------------------
@@ -237,8 +222,8 @@ def checkpoint_bytes(args: Any, shapes: list[list[int]]) -> int:
 
 
 def disk_bytes(args: Any, shapes: list[list[int]]) -> dict[str, float]:
-    """Bytes of what a run leaves in its directory, at most: all responses have --response_length tokens, and a
-    checkpoint is written before the oldest is removed. Adapters are in float32."""
+    """Bytes of the models and checkpoints that a run leaves in its directory, at most: a checkpoint is written before
+    the oldest is removed. Adapters are in float32."""
     weights = sum(math.prod(shape) for shape in shapes)
     rollouts = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
     steps = args.total_episodes // rollouts
@@ -256,13 +241,6 @@ def disk_bytes(args: Any, shapes: list[list[int]]) -> dict[str, float]:
         written = steps // args.checkpoint_state_freq
         kept = written if args.keep_last_n_checkpoints < 0 else min(written, args.keep_last_n_checkpoints + 1)
         parts[f"{kept} checkpoints"] = kept * checkpoint
-    if args.save_traces or args.dump_steps:
-        traced = steps
-        if args.dump_steps.isdecimal() and not args.save_traces:
-            traced = steps // int(args.dump_steps)
-        token = TOKEN_BYTES + DUMP_BYTES * bool(args.dump_steps)
-        row = ROLLOUT_BYTES + PROMPT_BYTES * args.max_prompt_token_length + token * args.response_length
-        parts["rollouts"] = traced * rollouts * row
     return parts
 
 
@@ -305,13 +283,10 @@ def warnings_of(args: Any, prompts: Sequence[utils.Prompt]) -> list[str]:
     if args.reward_file:
         from scripts.parts import user_files
 
-        unused = dict.fromkeys(user_files.FUNCTIONS)
+        unused = set(user_files.FUNCTIONS)
         for prompt in prompts:
-            if not unused:
-                break
-            for name in prompt.verifiers:
-                unused.pop(name, None)
-        for name in unused:
+            unused.difference_update(prompt.verifiers)
+        for name in sorted(unused):
             fix = f"name it in their column dataset, or with --remap_verifier OLD={name}"
             problems.append(f"--reward_file {args.reward_file}: {name} scores none of the prompts: {fix}")
     return problems
@@ -333,9 +308,7 @@ def check_model(args: utils.Flags, name: str, config: Any) -> None:
     text_config = config.get_text_config()  # of a model whose config has parts
     heads = utils.attention_heads(config)[0].queries
     if heads % args.sequence_parallel_size:
-        divisors = [str(n) for n in range(1, heads + 1) if heads % n == 0]
-        fix = f"one of {', '.join(divisors)} does"
-        args.refuse(f"--sequence_parallel_size does not divide {name}'s {heads} attention heads: {fix}")
+        args.refuse(f"--sequence_parallel_size does not divide {name}'s {heads} attention heads: take another")
 
     longest_response = max(args.response_length, args.eval_response_length or 0)
     length = args.max_prompt_token_length + longest_response
@@ -346,21 +319,17 @@ def check_model(args: utils.Flags, name: str, config: Any) -> None:
 
 
 def check_vocabulary(args: utils.Flags, rows: int, teacher_rows: int) -> None:
-    """Raises UserError with the first token that differs. `rows` and `teacher_rows` are the sizes of the two heads."""
+    """Raises UserError unless both sides have the same tokens. `rows` and `teacher_rows` are the sizes of the heads: a
+    row without a token can be sampled too."""
     from transformers import AutoTokenizer
 
     tokenizer = utils.pretrained(AutoTokenizer, args)
-    teacher_tokenizer = utils.pretrained(AutoTokenizer, args.of_reference(), "ref_model_name_or_path")
-    tokens = {i: token for token, i in tokenizer.get_vocab().items()}
-    teacher_tokens = {i: token for token, i in teacher_tokenizer.get_vocab().items()}
-    if rows > teacher_rows:  # rows without a token can be sampled too
-        tokens[teacher_rows] = "a row of the head"
-    for i in sorted(tokens.keys() | teacher_tokens.keys()):
-        token = tokens.get(i)
-        teacher_token = teacher_tokens.get(i)
-        if token != teacher_token:
-            difference = f"token {i} is {token!r} to the policy and {teacher_token!r} to the teacher"
-            args.refuse(f"--ref_model_name_or_path: {difference}: take a teacher with the policy's vocabulary")
+    tokens = tokenizer.get_vocab()
+    teacher = args.of_reference()
+    teacher_tokenizer = utils.pretrained(AutoTokenizer, teacher, "ref_model_name_or_path")
+    teacher_tokens = teacher_tokenizer.get_vocab()
+    if tokens != teacher_tokens or rows > teacher_rows:
+        args.refuse("--ref_model_name_or_path: other tokens than the policy's: take a teacher with its vocabulary")
 
 
 # --- How fast this machine is, and the compute dtype that follows from it

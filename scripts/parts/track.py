@@ -9,7 +9,6 @@ import importlib
 import json
 import os
 import queue
-import shutil
 import tempfile
 import textwrap
 import threading
@@ -74,16 +73,21 @@ class Tracker(threading.Thread):
             self.warn(f"has not ended within {WAIT_S:.0f} s")
 
 
-def table_name(row: Row) -> str:
-    """The name of the table that a row of samples.jsonl is for."""
+def name_of_samples(row: Row) -> str:
+    """What a tracker calls the rollouts of a row of samples.jsonl."""
     return "eval_rollouts" if row.get("evaluation") else "rollouts"
 
 
 def as_table(row: Row, table: Any) -> Row:
-    """A row of samples.jsonl with its rollouts in a tracker's table, a line each."""
-    columns = list(row["rollouts"][0])
-    values = [list(rollout.values()) for rollout in row["rollouts"]]
-    return {"training_step": row["training_step"], table_name(row): table(columns, values)}
+    """A row for a tracker, with the rollouts of one of samples.jsonl in a table, a line each."""
+    if not row.get("rollouts"):
+        return row
+    rollouts = row["rollouts"]
+    columns = list(rollouts[0])
+    values = [list(rollout.values()) for rollout in rollouts]
+    step = row["training_step"]
+    name = name_of_samples(row)
+    return {"training_step": step, name: table(columns, values)}
 
 
 class Wandb(Tracker):
@@ -94,22 +98,18 @@ class Wandb(Tracker):
         self.own = tempfile.mkdtemp(prefix="track_")
         utils.sweep(self.own)
         super().run()
-        shutil.rmtree(self.own, ignore_errors=True)
 
     def attempt(self, function: Any, *arguments: Any) -> None:
         before = tempfile.gettempdir()
         os.environ["TMPDIR"] = tempfile.tempdir = self.own
-        try:
-            super().attempt(function, *arguments)
-        finally:
-            os.environ["TMPDIR"] = tempfile.tempdir = before
+        super().attempt(function, *arguments)
+        os.environ["TMPDIR"] = tempfile.tempdir = before
 
     def open(self) -> None:
-        import wandb
-
+        self.wandb: Any = importlib.import_module("wandb")
         id_file = self.run_dir / "wandb_id.txt"
-        settings = wandb.Settings(console="off", silent=True, init_timeout=INIT_S)
-        wandb.setup(settings)  # silent: it asks no person for a key
+        settings = self.wandb.Settings(console="off", silent=True, init_timeout=INIT_S)
+        self.wandb.setup(settings)  # silent: it asks no person for a key
         flags: Row = {
             "project": self.args["wandb_project"],
             "entity": self.args["wandb_entity"],
@@ -120,32 +120,23 @@ class Wandb(Tracker):
             "resume": "allow",
             "settings": settings,
         }
-        why = ""
         try:
-            self.tracked = wandb.init(**flags)
+            self.tracked = self.wandb.init(**flags)
         except Exception as error:  # no key, or no answer
-            why = f", offline: {error!r:.200}"
-            self.tracked = wandb.init(**flags, mode="offline")
+            print(f"wandb is offline: {error!r:.200}\n", end="", flush=True)
+            self.tracked = self.wandb.init(**flags, mode="offline")
         id_file.write_text(self.tracked.id)
-        place = self.tracked.dir if self.tracked.offline else self.tracked.url
-        print(f"tracked by wandb: {place}{why}\n", end="", flush=True)
-        for name in ("training_step", "episode"):
-            self.tracked.define_metric(name)
-        self.tracked.define_metric("*", step_metric="training_step")
+        print(f"tracked by wandb: {self.tracked.url or self.tracked.dir}\n", end="", flush=True)
         self.tracked.define_metric("eval/*", step_metric="training_step", summary="last,max")
 
     def send(self, row: Row) -> None:
-        import wandb
-
-        if row.get("rollouts"):
-            row = as_table(row, wandb.Table)
-        self.tracked.log(row, step=row["training_step"])
+        step = row["training_step"]
+        row = as_table(row, self.wandb.Table)
+        self.tracked.log(row, step=step)
 
     def finish(self) -> None:
-        import wandb
-
         self.tracked.finish(exit_code=self.status)
-        wandb.teardown()  # of its process
+        self.wandb.teardown()  # of its process
 
 
 class TensorBoard(Tracker):
@@ -156,14 +147,13 @@ class TensorBoard(Tracker):
 
         first_step = self.start_step + 1 if self.start_step else 0  # 0: the evaluation before the first step
         self.writer = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=first_step)
-        flags = "\n".join(f"    --{name} {value}" for name, value in self.args.items())
-        self.writer.add_text("flags", flags, self.start_step)
 
     def send(self, row: Row) -> None:
-        step = row["training_step"]
-        if "rollouts" in row:
-            texts = ["\n".join(f"{name}: {value}" for name, value in rollout.items()) for rollout in row["rollouts"]]
-            self.writer.add_text(table_name(row), textwrap.indent("\n\n".join(texts), "    "), step)
+        step = row.pop("training_step")
+        samples = row.pop("rollouts", None)
+        if samples is not None:
+            texts = ["\n".join(f"{name}: {value}" for name, value in sample.items()) for sample in samples]
+            self.writer.add_text(name_of_samples(row), textwrap.indent("\n\n".join(texts), "    "), step)
             return
         for name, value in row.items():
             if value is not None:
@@ -188,8 +178,7 @@ class Trackio(Tracker):
 
     def send(self, row: Row) -> None:
         step = row["training_step"]
-        if row.get("rollouts"):
-            row = as_table(row, self.trackio.Table)
+        row = as_table(row, self.trackio.Table)
         self.tracked.log(row, step=step)
 
     def finish(self) -> None:

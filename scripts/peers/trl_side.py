@@ -6,7 +6,7 @@
 
 mode     generation by         what runs
 stock    model.generate        TRL as it is, with float32 weights
-vllm     vLLM in this process  TRL as it is on a GPU; on a CPU, where it crashes, `patch_vllm`, eager
+vllm     vLLM in this process  TRL as it is, on a GPU; on a CPU TRL 1.9.2 crashes at its first update
 batches  nobody                TRL's update on tokens, masks, scores and advantages of RUN's dumps (--dump_steps all)
 states   model.generate        TRL on the dumps' prompts, each step from the weights that RUN saved (--save_freq 1)
 
@@ -82,30 +82,6 @@ def dumped_rollouts(run: Path, step: int, prompts: int, samples: int) -> list[di
         if "old_logprobs" not in row:
             row["mask"] = [False] * len(row["mask"])
     return rows
-
-
-def patch_vllm(dtype: str) -> None:
-    """Changes to TRL's vLLM backend on a CPU. Without the last, TRL 1.9.2 crashes on a CPU at its first update.
-
-    The engine runs eager, for which TRL has no option: compiling takes a minute at the start.
-    Its blocks have 32 tokens, as ours: in vLLM's 128 a short prompt fills none, and is computed for each sample.
-    TRL names no dtype, and vLLM then takes bfloat16 for float32: slow on a CPU without its instructions.
-    Weights go through `reload_weights`: vLLM's CPU backend packs a layer's weights and drops the originals, so that
-    TRL's `model.load_weights` finds nothing to load into. A tied head keeps a packed copy of its own, which stays that
-    of the old weights unless it is sent under its own name too.
-    """
-    from trl.generation import vllm_generation
-
-    def sync_weights(self) -> None:
-        weights = dict(self.model.named_parameters())
-        weights.setdefault("lm_head.weight", self.model.get_output_embeddings().weight)
-        weights = {self._fix_param_name_to_vllm(name): w for name, w in weights.items()}
-        runner = self.llm.llm_engine.model_executor.driver_worker.model_runner
-        runner.reload_weights(weights_iterator=((name, weight.detach()) for name, weight in weights.items()))
-        self.llm.reset_prefix_cache()
-
-    vllm_generation.LLM = functools.partial(vllm_generation.LLM, enforce_eager=True, block_size=32, dtype=dtype)
-    vllm_generation.VLLMGeneration.sync_weights = sync_weights
 
 
 class Trainer(GRPOTrainer):
@@ -269,8 +245,6 @@ def main() -> None:
     args = parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
     rows, max_tokens = load_rows(args, tokenizer)
-    if args.mode == "vllm" and not torch.cuda.is_available():
-        patch_vllm("float32" if args.autocast == "none" else "auto")
     path, _, function = (args.reward_file or "").rpartition(":")
     score = runpy.run_path(path)[function] if path else score_number
 

@@ -178,9 +178,9 @@ def whole_logits(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tens
     return -cross_entropy(logits, targets, reduction="none")
 
 
-def our_head(chunk: int, compiled: bool, *tensors: torch.Tensor) -> torch.Tensor:
-    """The same by ours."""
-    logprobs, _ = grpo.HeadLogprobs.apply(*tensors, 1.0, chunk, compiled)
+def our_head(*tensors: torch.Tensor) -> torch.Tensor:
+    """The same by ours, compiled."""
+    logprobs, _ = grpo.HeadLogprobs.apply(*tensors, 1.0, 3 * grpo.LOGPROB_CHUNK, True)
     return logprobs
 
 
@@ -199,10 +199,8 @@ def relative(truth: torch.Tensor, found: torch.Tensor) -> float:
 
 def heads_of(device: torch.device) -> dict[str, Any]:
     """Functions from hidden states, weights and targets to logprobs."""
-    heads: dict[str, Any] = {"whole logits": whole_logits}
+    heads: dict[str, Any] = {"ours": our_head, "whole logits": whole_logits}
     heads["whole logits, compiled"] = torch.compile(whole_logits)
-    heads["ours"] = functools.partial(our_head, 3 * grpo.LOGPROB_CHUNK, True)
-    heads["ours, not compiled"] = functools.partial(our_head, grpo.LOGPROB_CHUNK, False)
     if device.type == "cuda" and importlib.util.find_spec("liger_kernel"):
         functional: Any = importlib.import_module("liger_kernel.transformers.functional")
         loss = functools.partial(functional.liger_fused_linear_cross_entropy, reduction="sum")
@@ -399,10 +397,11 @@ def run_trl(options: BenchFlags, mode: str) -> dict[str, float]:
 
 def bench_trl(options: BenchFlags) -> Result:
     """Mean seconds of a step: grpo_fast.py and TRL, 8 prompts x 8 samples, the same model, data and settings, one run
-    each. Most groups have no gradient. We skip them and TRL trains on them; "all groups" trains on them too."""
+    each; on a GPU also TRL with vLLM. Most groups have no gradient. We skip them and TRL trains on them; "all groups"
+    trains on them too."""
     ours = {"ours": [], "ours, all groups": ["--no_filter_zero_std_samples"]}
     runs = {name: run_ours(options, flags) for name, flags in ours.items()}
-    runs |= {f"TRL {mode}": run_trl(options, mode) for mode in ("stock", "vllm")}
+    runs |= {f"TRL {mode}": run_trl(options, mode) for mode in ["stock", "vllm"][: 1 + torch.cuda.is_available()]}
     compared = [(name, other) for other in runs if other not in ours for name in ours]
     return Result({name: [run["seconds"]] for name, run in runs.items()}, compared, runs)
 

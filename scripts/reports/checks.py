@@ -81,17 +81,6 @@ def check_learning(rows: Rows, args: dict[str, Any]) -> Iterator[Check]:
         yield check("evaluation falls", fine, numbers, "last < best - 0.05")
 
 
-def check_audit(rows: Rows, args: dict[str, Any]) -> Iterator[Check]:
-    """Whether what the reward pays for is what a second verifier accepts."""
-    if not series(rows, "objective/audit_reward"):
-        return
-    from scripts.parts import audit  # and torch
-
-    found = audit.parted(rows, args.get("verification_reward", 0.0))
-    threshold = "reward not down, audit not up, 3 errors and 0.15 of the maximum further apart"
-    yield check("reward and audit", not found, found or "no sign that they part", threshold)
-
-
 def check_policy(rows: Rows, args: dict[str, Any]) -> Iterator[Check]:
     """Entropy, clipping, KL and lengths: how far the policy has moved, and how far from its engine it is."""
     entropy = ends(rows, "policy/entropy_avg")
@@ -154,6 +143,6 @@ def check_run(rows: Rows, args: dict[str, Any]) -> list[Check]:
     are the first and the last fifth of the steps."""
     holes = sorted({name for row in rows for name, value in row.items() if value is None})
     checks = [check("NaN or infinite metrics", not holes, ", ".join(holes[:6]) or "none", "any")]
-    for ask in (check_policy, check_groups, check_faults, check_audit):
+    for ask in (check_policy, check_groups, check_faults):
         checks += ask(rows, args)
     return [*check_learning(rows, args), *sorted(checks, key=lambda check: check["fine"])]

@@ -28,5 +28,5 @@ def test_learner_and_bare_loop_compute_the_same_gradient(tiny_models):
 @pytest.mark.skipif(not trl_is_installed(), reason="no .venv-trl: bash scripts/peers/setup_trl.sh makes it")
 def test_trl_beside_ours(tiny_models):
     facts, rows = run("trl", tiny_models(), "--dtype float32 --steps 1")
-    assert rows[:4] == list(facts) == ["ours", "ours, all groups", "TRL stock", "TRL vllm"] and len(rows) == 4 + 4
+    assert rows[:3] == list(facts) == ["ours", "ours, all groups", "TRL stock"] and len(rows) == 3 + 2
     assert all(64 <= side["tokens"] <= 64 * 64 for side in facts.values())

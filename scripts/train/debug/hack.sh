@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # A policy finds a hole in its reward (hack.py beside this), and --audit_verifier, on which nothing trains, sees it.
-#   bash scripts/train/debug/hack.sh [hole]   1 for what it cannot read, too: the policy falls silent, and the run warns
+#   bash scripts/train/debug/hack.sh [hole]   1 for what it cannot read, too: the policy falls silent
 #   bash scripts/train/debug/hack.sh length   0.2 for the right answer, 0.8 for 30 characters: it writes more
 #   bash scripts/train/debug/hack.sh label    the label may stand anywhere: with one seed of three it lists digits
 # Hardware: 1 CPU core and 1 GiB of memory, no network; 20 s.
-# Control: hack.sh hole --remap_verifier learned=gsm8k --exp_name clean; reward and audit rise together, nothing warns.
+# Control: hack.sh hole --remap_verifier learned=gsm8k --exp_name clean; reward and audit rise together.
 # Source: our own. `length` samples at temperature 2.5: at 1.5 hardly a response is longer than a digit.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
