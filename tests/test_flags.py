@@ -190,6 +190,10 @@ def test_adapters_need_no_more_than_their_rank(nothing_told):
     assert parse("--use_peft", "False", "--lora_r", "8").lora_rank == 0
 
 
+def test_a_short_name_is_known_by_its_initials():
+    assert checks.likely_flags("lr", set(FLAGS)).startswith("--learning_rate ")
+
+
 MISSING = r"""
 --use_search_actor --use_peft | --use_search_actor: .*--tools .*; --use_peft: .*--lora_rank
 --warm_up_steps 10 | --warm_up_steps 10: .*--warmup_ratio
@@ -234,6 +238,13 @@ REFUSALS = f"""
 --beta 0.1 --no_load_ref_policy | beta no_load_ref_policy
 --lora_rank 8 --ref_policy_update_freq 5 | ref_policy_update_freq lora_rank
 {TEACHER} --beta 1 | ref_model_name_or_path no_filter_zero_std_samples
+{TEACHER} --beta 0 --no_load_ref_policy | ref_model_name_or_path no_load_ref_policy
+--clip_dual 3 --loss_fn gspo | clip_dual loss_fn
+--lr_scheduler_type constant --warmup_ratio 0.1 | warmup_ratio
+--rho_clamp_upper_bound 0.5 | rho_clamp_upper_bound
+--rho_clamp_lower_bound 1.5 | rho_clamp_lower_bound
+--rho_mask_tv_divergence --no_use_rho_correction | rho_mask
+--kl_in_reward --beta 0 --advantage_normalization_type centered | kl_in_reward beta
 {TEACHER} --no_filter_zero_std_samples --kl_estimator kl1 | kl_estimator ref_model_name_or_path
 --loss_denominator tokens | loss_denominator
 --vllm_top_p 0.9 | vllm_top_p use_rho_correction
@@ -287,6 +298,7 @@ OF_RANKS = r"""
 --seed 1 | 3 | --num_unique_prompts_rollout 16
 --num_mini_batches 8 | 4 | --num_mini_batches 8
 --sequence_parallel_size 2 --attn_implementation eager | 2 | --sequence_parallel_size 2
+--solver_model_name_or_path s | 2 | --solver_base_url
 """
 
 
@@ -381,3 +393,11 @@ def test_the_first_rank_alone_says_it(monkeypatch, capsys, rank):
     monkeypatch.setenv("RANK", rank)
     utils.say("once")
     assert capsys.readouterr().out == ("once\n" if rank == "0" else "")
+
+
+def test_one_row_in_place_of_all_rows_is_told(tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"messages": [{"role": "user", "content": "1 + 1?"}], "ground_truth": "2", "dataset": "gsm8k"}\n')
+    for amount in ("1", "1.0"):
+        grpo.main(parse(*"--model_name_or_path x --dry_run --dataset_mixer_list".split(), str(rows), amount))
+        assert ("WARNING: --dataset_mixer_list" in capsys.readouterr().out) == (amount == "1")

@@ -15,6 +15,7 @@ values to the flags that stand before its first colon. The bound of a single num
 import difflib
 import heapq
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -35,6 +36,7 @@ ENGINE_VARIABLES = {  # of vLLM: the only value with which an engine here works,
     "VLLM_DISTRIBUTED_USE_SPLIT_GROUP": ("0", "it wants process groups that are bound to a device"),
     "VLLM_SKIP_P2P_CHECK": ("1", "ranks of an engine would read a file that another rank writes elsewhere"),
 }
+TRACKERS = {"with_tracking": "wandb", "with_tensorboard": "tensorboard", "with_trackio": "trackio"}
 PROCESSES = "--num_learners_per_node + --vllm_num_engines x --vllm_tensor_parallel_size"
 
 
@@ -115,7 +117,8 @@ def likely_flags(name: str, known: set[str]) -> str:
     def alike(flag: str) -> float:
         whole = difflib.SequenceMatcher(None, name, flag).ratio()
         start = difflib.SequenceMatcher(None, name, flag[: len(name)]).ratio()
-        return max(whole, 0.95 * start)
+        initials = "".join(word[:1] for word in flag.split("_"))
+        return max(whole, 0.95 * start, name == initials)
 
     return " or ".join(f"--{flag}" for flag in heapq.nlargest(2, sorted(known), alike))
 
@@ -147,6 +150,7 @@ def check_args(args: Any, world_size: int, fast: bool) -> None:
     check_loss(args)
     check_reference(args)
     check_advantages(args)
+    check_effects(args)
 
 
 def check_sources(args: Any) -> None:
@@ -181,7 +185,7 @@ def refused_in_a_run(args: Any, fast: bool) -> list[str]:
         problems.append(f"--system_prompt_override_file {system}: no such file")
     if args.problem_of_template:
         problems.append(args.problem_of_template)
-    if not re.fullmatch(r"(\s*\{.*\}\s*)?", args.chat_template_kwargs, re.DOTALL):
+    if not is_object(args.chat_template_kwargs):
         problems.append(f"{args.with_value('chat_template_kwargs')}: not a JSON object")
     if args.max_steps != type(args).max_steps and not args.has_turns:  # TRL's word for the training steps
         problems.append(f"--max_steps {args.max_steps} bounds answers of --tools or --env_file: take --total_episodes")
@@ -198,7 +202,18 @@ def refused_in_a_run(args: Any, fast: bool) -> list[str]:
             value = os.environ.get(name, works)
             if value != works:
                 problems.append(f"the variable {name} is {value}: unset it: {why}")
+    for flag, package in TRACKERS.items():
+        if getattr(args, flag) and importlib.util.find_spec(package) is None:
+            problems.append(f"--{flag}: a package is not installed: pip install {package}")
     return problems
+
+
+def is_object(text: str) -> bool:
+    """Whether a flag's text is a JSON object, or empty."""
+    try:
+        return isinstance(json.loads(text or "{}"), dict)
+    except ValueError:
+        return False
 
 
 def problem_of_data(name: str) -> str:
@@ -302,6 +317,9 @@ def check_ranks(args: Any, world_size: int) -> None:
         ranks = learners[0] if learners else 1
         fix = f"grpo.py with torchrun --nproc_per_node={ranks}, or grpo_fast.py, which has engines of its own"
         args.refuse(f"--num_learners_per_node but {world_size} ranks run: start {fix}")
+    starts_servers = args.solver_model_name_or_path and not args.solver_base_url
+    if starts_servers and world_size != int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+        args.refuse("--solver_model_name_or_path: on several nodes start servers yourself and give --solver_base_url")
 
 
 def check_fast(args: Any, world_size: int | None, ranks_per_node: int) -> None:
@@ -347,7 +365,7 @@ def check_loss(args: Any) -> None:
     """The optimizer, the loss, and the correction for the engine's numerics: where learner and engine agree, a response
     has rho 1 and a mean |rho - 1|, the divergence, of 0."""
     if not re.fullmatch(r"token|sequence|[1-9]\d*(\.\d+)?(e\d+)?", args.loss_denominator):
-        args.refuse("--loss_denominator: token, sequence or a positive number")
+        args.refuse("--loss_denominator: token, sequence or a number of 1 or more")
     lower = args.rho_mask_lower_bound
     upper = args.rho_mask_upper_bound
     by_divergence = args.rho_mask_tv_divergence
@@ -384,3 +402,21 @@ def check_advantages(args: Any) -> None:
         # Responses of equal outcome would get advantages of about 1, however small beta is
         fix = "take centered, or add --force_kl_in_reward"
         args.refuse(f"--kl_in_reward with --advantage_normalization_type divides KLs by their own deviation: {fix}")
+
+
+def check_effects(args: Any) -> None:
+    """Flags that would do nothing beside the others."""
+    bounds = args.rho_mask_lower_bound or args.rho_mask_upper_bound or args.rho_clamp_lower_bound
+    masks = bounds or args.rho_mask_sequence_level or args.rho_mask_tv_divergence
+    if args.warmup_ratio and args.lr_scheduler_type == "constant":
+        args.refuse("--warmup_ratio with --lr_scheduler_type warms nothing up: take constant_with_warmup")
+    if args.clip_dual and (args.clip_dual <= 1 or args.loss_fn != "dapo"):
+        args.refuse("--clip_dual with --loss_fn: it acts above 1, in dapo alone; 0 is off")
+    if masks and not args.use_rho_correction:
+        args.refuse("--rho_mask_* bounds and --rho_clamp_lower_bound act through --use_rho_correction: drop them")
+    if 0 < args.rho_clamp_upper_bound < 1 or args.rho_clamp_lower_bound > 1:
+        args.refuse("--rho_clamp_lower_bound must be at most 1, --rho_clamp_upper_bound at least 1, or 0 for off")
+    if args.ref_model_name_or_path and not args.load_ref_policy:
+        args.refuse("--ref_model_name_or_path is the reference policy: drop --no_load_ref_policy")
+    if args.kl_in_reward and args.beta == 0:
+        args.refuse("--kl_in_reward subtracts beta * KL: it needs --beta above 0")

@@ -30,6 +30,8 @@ def print_plan(args: Any, fast: bool, learners: int, shared_gpu: bool, logprob_c
     print(arithmetic(args, None if fast else learners))
     if fast:
         print(roles(args, learners))
+    for mistake in checks.likely_mistakes(args):
+        print(f"WARNING: {mistake}")
     print(disk_text(args))
     if not args.dry_run:
         return
