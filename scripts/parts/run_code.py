@@ -41,10 +41,10 @@ def require_sandbox() -> None:
     layers, leaks = sandbox_level()
     if leaks and not rewards.SETTINGS.flags.allow_unsafe_code:
         in_force = " ".join(layers)
-        missing = [layer for layer in ("namespaces", "Landlock", "seccomp") if layer not in in_force]
+        missing = [layer for layer in ("Landlock", "seccomp") if layer not in in_force]
         raise ValueError(
-            f"this machine's sandbox does not keep programs from {', '.join(leaks)}: it lacks {', '.join(missing)}, "
-            "and seccomp with Landlock or namespaces is the least. --allow_unsafe_code runs the model's programs anyway"
+            f"this machine's sandbox does not keep programs from {', '.join(leaks)}: it lacks {', '.join(missing)}. "
+            "--allow_unsafe_code runs the model's programs anyway"
         )
 
 
@@ -166,8 +166,10 @@ def pass_rate(runs: Sequence[sandbox.Run]) -> Scored:
 def check(record: RewardRecord, stdio: bool) -> None:
     """Raises ValueError for a label without proper tests, or if no safe sandbox starts here."""
     tests = tests_of_label(record.ground_truth, stdio)
-    if not stdio and not programs.names_wanted(tests):
-        raise ValueError(f"code label's tests name nothing that a program defines: {str(tests)[:80]}")
+    if not stdio:
+        words = [programs.Words(test) for test in tests]
+        if not programs.names_wanted(words) - set().union(*(word.set for word in words)):
+            raise ValueError(f"code label's tests name nothing that a program defines: {str(tests)[:80]}")
     require_sandbox()
 
 
