@@ -253,9 +253,11 @@ class Calls(Wire):
         keywords = {name: self.decode(value) for name, value in request["keywords"].items()}
         given = [*self.shared]
         try:
-            outcome, value = "ok", getattr(self, request["do"])(*args, **keywords)
+            value = getattr(self, request["do"])(*args, **keywords)
+            outcome = "ok"
         except BaseException as error:
-            outcome, value = "error", [names_of(type(error)), [*error.args], str(error)]
+            value = [names_of(type(error)), [*error.args], str(error)]
+            outcome = "error"
         changes = [self.encode_items(take_apart(value)[1]) for value in given]
         try:
             data = self.encode(value)
@@ -267,9 +269,14 @@ class Calls(Wire):
         """Runs the program. Returns its names, those that it defines itself, and those of constants."""
         self.kept[0] = execute(open(3, "rb").read(), "program")
         names = vars(self.kept[0])
-        own = [name for name, value in names.items() if getattr(value, "__module__", "") == "program"]
-        no_constant = (types.ModuleType, Callable)
-        return [[*names], own, [name for name, value in names.items() if not isinstance(value, no_constant)]]
+        own = []
+        constants = []
+        for name, value in names.items():
+            if getattr(value, "__module__", "") == "program":
+                own.append(name)
+            elif not isinstance(value, (types.ModuleType, Callable)):
+                constants.append(name)
+        return [[*names], own, constants]
 
     def call(self, function: Any, /, *args: Any, **keywords: Any) -> Any:
         return function(*args, **keywords)
@@ -513,10 +520,11 @@ def standard_names() -> dict[str, Any]:
     return names
 
 
-def names_wanted(words: list[Words]) -> set[str]:
-    """The names that tests read, and that Python does not define. Without one, they test no program."""
+def names_wanted(tests: list[str]) -> set[str]:
+    """The names that tests read, and that neither they nor Python define. Without one, they test no program."""
+    words = [Words(test) for test in tests]
     read = set().union(*(word.read for word in words))
-    return read - standard_names().keys() - SLOW_STANDARD.keys()
+    return read - standard_names().keys() - SLOW_STANDARD.keys() - set().union(*(word.set for word in words))
 
 
 class Tests:
@@ -525,20 +533,18 @@ class Tests:
 
     def __init__(self, tests: list[str]) -> None:
         self.words = [Words(test) for test in tests]
+        self.wanted = names_wanted(tests)
         self.program = Program(4)
         self.scope = Scope(standard_names())
         self.scope.program = self.program
-        self.names: set[str] = set()  # of the program: see Calls.load
-        self.own: set[str] = set()
-        self.constants: set[str] = set()
 
     def load(self) -> str | None:
-        """Has the program run. Its problem, or None."""
+        """Has the program run, and learns its names: see Calls.load. Its problem, or None."""
         try:
             self.names, self.own, self.constants = map(set, self.program.ask("load", (), {}))
         except BaseException as error:
             return describe(error)
-        return None if names_wanted(self.words) & self.names else "it defines no name that the tests use"
+        return None if self.wanted & self.names else "it defines no name that the tests use"
 
     def run(self, test: str, words: Words) -> str | None:
         """None if the test has passed, else its problem, or why it is not known whether the program is right."""

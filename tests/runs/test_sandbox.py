@@ -470,7 +470,8 @@ def test_labels():
         ("code", {"inputs": []}), ("code", ["assert f(1"]), ("code", [1]), ("code", [" "]),
         ("code", "eJyLVkosLk4tKlFSiAUAGXkEJg=="), ("code_stdio", [{"input": "1"}]),
         ("code_stdio", ["assert f(1)"]), ("code_stdio", [{"input": 1, "output": "1"}]),
-        ("code", ["assert sum(10, 15) == 6"]), ("code", ["c = Counter()\nc.add()\nassert c.get() == 1"]),
+        ("code", ["from solution import f\nassert f(1) == 1"]), ("code", ["assert sum(10, 15) == 6"]),
+        ("code", ["c = Counter()\nc.add()\nassert c.get() == 1"]),
     ]  # fmt: skip
     assert not [label for label in right if check_ground_truth(*label) is not None]
     assert not [label for label in wrong if check_ground_truth(*label) is None]
