@@ -3,13 +3,12 @@
 `do_program` runs a program that reads and prints. The verifier `code` has two processes, so that a program has no part
 in a comparison: `do_calls` loads the program and answers calls, `do_tests` runs the tests.
 
-Values pass between the two as JSON of plain data, and are copies. Containers among them are kept equal for the length
-of a test: each message has what its side has changed in them. Functions, classes and objects that a test makes by a
-capitalized name stay with the program, and the test has a Handle of each. Exceptions come back by the names of their
-classes. A result that is anything else is unsupported: it fails the test, and is counted.
+Values pass between the two as JSON of plain data, and are copies. With the result of a call come the contents that the
+containers among its arguments have now. Anything else stays with the program, and the test has a Handle of it, which it
+can call. It has attributes if the test has made the object by a capitalized name. Exceptions come back by the names of
+their classes. A test that needs more of a result than that is unsupported: it fails, and is counted.
 """
 
-import _thread
 import ast
 import atexit
 import builtins
@@ -17,7 +16,6 @@ import functools
 import io
 import itertools
 import json
-import operator
 import os
 import resource
 import socket
@@ -25,7 +23,7 @@ import sys
 import traceback
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import date, datetime, timedelta
 from datetime import time as datetime_time
 from decimal import Decimal
@@ -33,43 +31,42 @@ from fractions import Fraction
 from typing import Any, NoReturn
 
 FRAME_BYTES = 16 * 2**20  # for one message between a test and the program
+NULL = 8  # the descriptor of /dev/null
 MAX_ITEMS = 10_000  # of an iterator, which is sent as what it yields
-MAX_SHARED = 50  # containers of a test that are kept equal; beyond, those of earlier calls are forgotten
 
 # --- Programs ---------------------------------------------------------------------------------------------------------
 
 
-def open_device(original: Any, null: int, path: Any, *args: Any, **keywords: Any) -> Any:
-    """open() or os.open(), except for standard input and /dev/null, which no run may open as files: duplicates them."""
-    if path not in (os.devnull, "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"):
-        return original(path, *args, **keywords)
-    descriptor = os.dup(null if path == os.devnull else 0)
-    if original.__module__ == "posix":
-        return descriptor
-    return original(descriptor, *args, **keywords)
+REAL_OPEN = io.open
 
 
-def execute(source: bytes, name: str, null: int) -> dict[str, Any]:
-    """Runs the program as module `name`. Returns its names. null: a descriptor of /dev/null."""
+def open_device(path: Any, *args: Any, **keywords: Any) -> Any:
+    """open(), except for standard input and /dev/null, which no run may open as files: duplicates them."""
+    if path in (os.devnull, "/dev/stdin"):
+        path = os.dup(NULL if path == os.devnull else 0)
+    return REAL_OPEN(path, *args, **keywords)
+
+
+def execute(source: bytes, name: str) -> types.ModuleType:
+    """Runs the program as module `name`."""
     module = types.ModuleType(name)
     sys.modules[name] = module
     module.__file__ = "program.py"
     sys.argv = ["program.py"]
     refused = resource.setrlimit  # Programs ask for a larger stack: for them that succeeds and does nothing
     resource.setrlimit = lambda kind, limits: None if kind == resource.RLIMIT_STACK else refused(kind, limits)
-    builtins.open = io.open = functools.partial(open_device, io.open, null)
-    os.open = functools.partial(open_device, os.open, null)
+    builtins.open = io.open = open_device
     exec(compile(source, "program.py", "exec"), vars(module))
-    return vars(module)
+    return module
 
 
-def do_program(null: int) -> int:
+def do_program() -> int:
     """Runs the program as a main program, whose end runs threads, atexit functions and flushes. Descriptors: 0 to 2
     standard input, output and error, 3 program. Returns the exit status."""
     stdout = sys.stdout
     status = 0
     try:
-        execute(open(3, "rb").read(), "__main__", null)
+        execute(open(3, "rb").read(), "__main__")
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
@@ -79,30 +76,20 @@ def do_program(null: int) -> int:
     if threading:
         threading._shutdown()
     atexit._run_exitfuncs()
-    stdout_now = sys.stdout
-    stdout.flush()
-    if stdout_now is not stdout:
-        stdout_now.flush()
+    for stream in (stdout, sys.stdout):
+        stream.flush()
     return status & 0xFF
 
 
 # --- Plain data -------------------------------------------------------------------------------------------------------
 
-SCALARS = {str, int, float, bool, types.NoneType}  # in JSON as they are
-# Other types are {name: [items]} in JSON, of containers their items, of these the arguments that make them
-FIELDS = {
-    complex: "real imag",
-    range: "start stop step",
-    Fraction: "numerator denominator",
-    timedelta: "days seconds microseconds",
-    date: "year month day",
-    datetime_time: "hour minute second microsecond tzinfo",
-    datetime: "year month day hour minute second microsecond tzinfo",
-}
-MUTABLE = (list, dict, set, deque, bytearray, Counter, OrderedDict, defaultdict)
-KINDS = {kind.__name__: kind for kind in (*MUTABLE, tuple, frozenset, bytes, Decimal, *FIELDS)}
+SCALARS = {str, int, float, bool, types.NoneType}  # in JSON as they are; other types are {name: [items]}
+OF_ITEMS = (list, tuple, set, frozenset, bytes, bytearray, deque)
+OF_PAIRS = (dict, Counter, OrderedDict, defaultdict)
+OF_ARGUMENTS = (range, Decimal, Fraction, timedelta, date, datetime_time, datetime)  # as pickle knows them
+KINDS = {kind.__name__: kind for kind in (*OF_ITEMS, *OF_PAIRS, *OF_ARGUMENTS, complex)}
+MUTABLE = {list, set, bytearray, deque, *OF_PAIRS}
 NUMBERS = "biufcSU"  # kinds of numpy's types that hold plain data
-FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
 
 
 def is_numpy(value: Any) -> bool:
@@ -110,83 +97,79 @@ def is_numpy(value: Any) -> bool:
     return type(value).__module__ == "numpy" and getattr(getattr(value, "dtype", None), "kind", " ") in NUMBERS
 
 
-def is_iterator(value: Any) -> bool:
-    """Whether this is an iterator of Python's own, which is sent as what it yields."""
-    kind = type(value)
-    return isinstance(value, Iterator) and kind.__module__ != "program" and kind is not Handle
-
-
 def is_mutable(value: Any) -> bool:
     return type(value) in MUTABLE or type(value).__name__ == "ndarray" and is_numpy(value)
 
 
-def take_apart(value: Any) -> list:
-    """The items that make a value of KINDS or numpy."""
+def take_apart(value: Any) -> tuple[str, list]:
+    """The name of a value's type, and the items that make it. The name is empty if the value is no plain data."""
     kind = type(value)
     if is_numpy(value):
-        return value.ravel().tolist()
-    if kind is Decimal:
-        return [str(value)]
-    if kind in FIELDS:
-        return [getattr(value, field) for field in FIELDS[kind].split()]
-    if not isinstance(value, dict):
-        return [value.maxlen, *value] if kind is deque else list(value)
-    items = [*value.keys(), *value.values()]
-    return [value.default_factory, *items] if kind is defaultdict else items
-
-
-def put_together(kind: type, items: list) -> Any:
-    """The value of this type that take_apart gave these items of."""
-    if kind is deque:
-        return deque(items[1:], items[0])
-    if kind is Decimal or kind in FIELDS:
-        return kind(*items)
-    if not issubclass(kind, dict):
-        return kind(items)
-    factory = items[:1] if kind is defaultdict else []
-    items = items[len(factory) :]
-    half = len(items) // 2
-    return kind(*factory, dict(zip(items[:half], items[half:], strict=True)))
-
-
-def fill(old: Any, new: Any) -> None:
-    """Gives a container the content of another one of its type."""
-    if type(new) is not type(old):
-        raise ConnectionError("a container changed its type")
-    if isinstance(old, (list, bytearray)):
-        old[:] = new
-    elif is_numpy(old):
-        old[...] = new
+        return "numpy", [value.dtype.str, value.ndim, *value.shape, *value.ravel().tolist()]
+    if KINDS.get(kind.__name__) is not kind:
+        return "", []
+    if kind in OF_PAIRS:
+        items = [*value.keys(), *value.values()]
+    elif kind in OF_ITEMS:
+        items = [*value]
     else:
-        old.clear()
-        (old.extend if isinstance(old, deque) else old.update)(new)
+        items = [value.real, value.imag] if kind is complex else [*value.__reduce__()[1]]
+    if kind is deque:
+        items.append(value.maxlen)
+    elif kind is defaultdict:
+        items.append(value.default_factory)
+    return kind.__name__, items
+
+
+def put_together(name: str, items: list) -> Any:
+    """The value that take_apart gave these items of."""
+    if name == "numpy":
+        dtype, ndim, *items = items
+        numpy = __import__("numpy")
+        if numpy.dtype(dtype).kind not in NUMBERS:
+            raise ValueError(f"{dtype} is no plain data")
+        return numpy.array(items[ndim:], dtype).reshape(items[:ndim])[()]
+    kind: Any = KINDS[name]
+    if kind in OF_PAIRS:
+        factory = [items.pop()] if kind is defaultdict else []
+        half = len(items) // 2
+        return kind(*factory, dict(zip(items[:half], items[half:], strict=True)))
+    if kind is deque:
+        return deque(items[:-1], items[-1])
+    return kind(items) if kind in OF_ITEMS else kind(*items)
+
+
+def fill(container: Any, items: list) -> None:
+    """Gives it the content that take_apart gave these items of."""
+    new = put_together("numpy" if is_numpy(container) else type(container).__name__, items)
+    if isinstance(container, (list, bytearray)):
+        container[:] = new
+    elif is_numpy(container):
+        container[...] = new
+    else:
+        container.clear()
+        (container.extend if isinstance(container, deque) else container.update)(new)
 
 
 class Wire:
-    """One end of the channel. shared: the containers that both ends have, in the same order."""
+    """One end of the channel. refer: gives the data of a value that is not plain; resolve: gives it back. shared: the
+    containers of a call, which both ends number in the same order, so that one that occurs twice remains one."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, refer: Callable[[Any], dict], resolve: Callable[[str, Any], Any]) -> None:
         self.stream = socket.socket(fileno=fd).makefile("rwb")
-        self.forget()
+        self.refer = refer
+        self.resolve = resolve
+        self.begin_call()
 
-    def forget(self) -> None:
-        """Ends the sharing of containers."""
+    def begin_call(self) -> None:
         self.shared: list[Any] = []
         self.numbers: dict[int, int] = {}  # id -> index in `shared`
-        self.known: list[list] = []  # the items of each that the other end knows
 
-    def refer(self, value: Any) -> dict:
-        """The data of a value that is not plain."""
-        raise NotImplementedError
-
-    def resolve(self, name: str, body: Any) -> Any:
-        """The value of such data."""
-        raise NotImplementedError
-
-    def share(self, value: Any) -> None:
+    def share(self, value: Any) -> Any:
         if is_mutable(value):
             self.numbers[id(value)] = len(self.shared)
             self.shared.append(value)
+        return value
 
     def send(self, message: dict) -> None:
         self.stream.write(json.dumps(message).encode() + b"\n")
@@ -199,86 +182,43 @@ class Wire:
             raise ConnectionError("too long a reply" if line else "the program ended")
         return json.loads(line)
 
-    def note(self) -> None:
-        """From now on, changes of the shared containers are changes of this end."""
-        self.known = [take_apart(value) for value in self.shared]
-
-    def changes(self) -> list:
-        """[number, content] of each shared container whose items are others than at the last note."""
-        changed = []
-        for number, old in enumerate(self.known):
-            new = take_apart(self.shared[number])
-            if len(new) != len(old) or any(map(operator.is_not, new, old)):
-                changed.append(number)
-        return [[number, self.content(self.shared[number])] for number in changed]
-
-    def apply(self, changes: list) -> None:
-        for number, data in changes:
-            fill(self.shared[number], self.decode_content(data))
-
     def encode(self, value: Any) -> Any:
-        """The value as JSON data. Its containers are shared from now on."""
+        """The value as JSON data."""
         if type(value) in SCALARS:
             return value
         if id(value) in self.numbers:
             return {"shared": self.numbers[id(value)]}
-        data = self.content(value)
-        self.share(value)
-        return data
+        name, items = take_apart(value)
+        if name:
+            data = {name: self.encode_items(items)}
+            self.share(value)
+            return data
+        if type(value) is type and vars(builtins).get(value.__name__) is value:
+            return {"type": value.__name__}
+        return self.refer(value)
 
     def encode_items(self, values: list) -> list:
         if SCALARS.issuperset(map(type, values)):
             return values
         return [self.encode(value) for value in values]
 
-    def content(self, value: Any) -> Any:
-        kind = type(value)
-        if kind is list:
-            return self.encode_items(value)
-        if KINDS.get(kind.__name__) is kind:
-            return {kind.__name__: self.encode_items(take_apart(value))}
-        if is_numpy(value):
-            return {"numpy": [value.dtype.str, list(value.shape), self.encode_items(take_apart(value))]}
-        if kind is type and vars(builtins).get(value.__name__) is value:
-            return {"type": value.__name__}
-        if is_iterator(value):
-            items = list(itertools.islice(value, MAX_ITEMS + 1))
-            if len(items) <= MAX_ITEMS:
-                return {"iterator": self.encode_items(items)}
-        return self.refer(value)
-
     def decode(self, data: Any) -> Any:
         """The value of what `encode` gave. Raises an Exception for other data."""
-        if isinstance(data, dict) and "shared" in data:
-            return self.shared[data["shared"]]
-        value = self.decode_content(data)
-        self.share(value)
-        return value
+        if type(data) in SCALARS:
+            return data
+        ((name, body),) = data.items()
+        if name == "shared":
+            return self.shared[body]
+        if name in KINDS or name == "numpy":
+            return self.share(put_together(name, self.decode_items(body)))
+        if name == "type" and isinstance(vars(builtins).get(body), type):
+            return vars(builtins)[body]
+        return self.resolve(name, body)
 
     def decode_items(self, data: list) -> list:
         if SCALARS.issuperset(map(type, data)):
             return data
         return [self.decode(item) for item in data]
-
-    def decode_content(self, data: Any) -> Any:
-        if isinstance(data, list):
-            return self.decode_items(data)
-        if not isinstance(data, dict):
-            return data
-        ((name, body),) = data.items()
-        if name in KINDS:
-            return put_together(KINDS[name], self.decode_items(body))
-        if name == "type" and isinstance(vars(builtins).get(body), type):
-            return vars(builtins)[body]
-        if name == "iterator":
-            return iter(self.decode_items(body))
-        if name != "numpy":
-            return self.resolve(name, body)
-        dtype, shape, items = body
-        numpy = __import__("numpy")
-        if numpy.dtype(dtype).kind not in NUMBERS:
-            raise ValueError(f"{dtype} is no plain data")
-        return numpy.array(self.decode_items(items), dtype).reshape(shape)[()]
 
 
 # --- The program's end ------------------------------------------------------------------------------------------------
@@ -292,52 +232,51 @@ def names_of(kind: type) -> list[list[str]]:
 class Calls(Wire):
     """Does what the tests ask. They know a value that is not plain data by a number."""
 
-    def __init__(self, fd: int, null: int) -> None:
-        super().__init__(fd)
-        self.null = null
-        self.names: dict[str, Any] = {}  # of the program
-        self.kept: dict[int, Any] = {}
+    def __init__(self, fd: int) -> None:
+        super().__init__(fd, self.keep, lambda _, number: self.kept[number])
+        self.kept: dict[int, Any] = {}  # 0: the program
 
-    def refer(self, value: Any) -> dict:
-        self.kept[id(value)] = value
+    def keep(self, value: Any) -> dict:
         if isinstance(value, type) and issubclass(value, BaseException):
-            return {"exception": [id(value), names_of(value)]}
-        return {"function" if isinstance(value, FUNCTIONS) else "object": id(value)}
-
-    def resolve(self, name: str, body: Any) -> Any:
-        return self.kept[body]
+            return {"exception": names_of(value)}
+        if isinstance(value, Iterator) and type(value).__module__ != "program":
+            items = list(itertools.islice(value, MAX_ITEMS + 1))
+            if len(items) <= MAX_ITEMS:
+                return {"iterator": self.encode_items(items)}
+        self.kept[id(value)] = value
+        return {"object": id(value)}
 
     def answer(self, request: dict) -> dict:
-        """The changes of shared containers, and {"ok": result} or {"error": its classes, arguments and text}."""
-        if request["forget"]:
-            self.forget()
-        self.apply(request["changes"])
+        """The contents of the arguments' containers, and {"ok": result} or {"error": its classes, arguments, text}."""
+        self.begin_call()
         args = self.decode_items(request["args"])
         keywords = {name: self.decode(value) for name, value in request["keywords"].items()}
-        self.note()
+        given = [*self.shared]
         try:
-            result = getattr(self, request["do"])(*args, **keywords)
+            value = getattr(self, request["do"])(*args, **keywords)
+            outcome = "ok"
         except BaseException as error:
-            changes = self.changes()
-            details = [names_of(type(error)), self.encode_items([*error.args]), str(error)]
-            return {"changes": changes, "error": details}
-        changes = self.changes()
+            value = [names_of(type(error)), [*error.args], str(error)]
+            outcome = "error"
+        changes = [self.encode_items(take_apart(value)[1]) for value in given]
         try:
-            return {"changes": changes, "ok": self.encode(result)}
+            data = self.encode(value)
         except Exception:  # such as one of too deep a value: no plain data
-            return {"changes": changes, "ok": self.refer(result)}
+            data = self.refer(value)
+        return {"changes": changes, outcome: data}
 
-    def load(self) -> dict[str, str]:
-        """Runs the program. Returns its names, and of each whether it is a constant, its own, or of another module."""
-        self.names = execute(open(3, "rb").read(), "program", self.null)
-        found = {}
-        for name, value in self.names.items():
-            is_own = getattr(value, "__module__", "") == "program"
-            found[name] = "own" if is_own else "other" if callable(value) else "constant"
-        return found
-
-    def look_up(self, name: str) -> Any:
-        return self.names[name]
+    def load(self) -> list[list[str]]:
+        """Runs the program. Returns its names, those that it defines itself, and those of constants."""
+        self.kept[0] = execute(open(3, "rb").read(), "program")
+        names = vars(self.kept[0])
+        own = []
+        constants = []
+        for name, value in names.items():
+            if getattr(value, "__module__", "") == "program":
+                own.append(name)
+            elif not isinstance(value, (types.ModuleType, Callable)):
+                constants.append(name)
+        return [[*names], own, constants]
 
     def call(self, function: Any, /, *args: Any, **keywords: Any) -> Any:
         return function(*args, **keywords)
@@ -346,15 +285,22 @@ class Calls(Wire):
     setattr = staticmethod(setattr)
 
 
-def do_calls(null: int) -> NoReturn:
+def do_calls() -> NoReturn:
     """Does what the tests ask, first of all to load the program. Descriptors: 3 program, 4 stream."""
-    calls = Calls(4, null)
+    calls = Calls(4)
     sys.set_int_max_str_digits(0)
     while True:
         calls.send(calls.answer(calls.receive()))
 
 
 # --- The tests' end ---------------------------------------------------------------------------------------------------
+
+# What a test may do with a Handle besides calling it. CLOSED, a result: nothing, or the program would judge itself by
+# its methods. OPEN, a name of the program, an attribute, or what the test makes by calling a CLASS, which is a
+# capitalized name: ask for attributes.
+CLOSED, OPEN, CLASS = range(3)
+MAX_EXCHANGED = 100  # containers of which it is known whether the test has kept them
+NOT_KEPT = max(sys.getrefcount(value) for value in [[]])  # references to what only a list has
 
 
 class Unsupported(BaseException):
@@ -364,100 +310,87 @@ class Unsupported(BaseException):
 class Program(Wire):
     """The program, as the tests have it. It is not trusted: nothing that it sends decides a comparison.
 
-    unsupported: why this test cannot be judged. Then it is the test's fault, and no program can pass, if the test sends
-    what is no plain data, or needs more than methods and attributes of an object that it has made.
-    """
+    unsupported: why this test cannot be judged. is_tests_fault: no program can pass it."""
 
     def __init__(self, fd: int) -> None:
-        super().__init__(fd)
-        self.lock = _thread.RLock()
+        super().__init__(fd, self.number, self.receive_value)
         self.handles: dict[int, Handle] = {}
+        self.level = CLOSED  # of objects that arrive
         self.exceptions: dict[str, type] = {}  # classes of the program
-        self.exception_numbers: dict[Any, int] = {}
-        self.raised: BaseException | None = None
         self.broken = False  # The program has ended or broken the protocol: it fails all later tests
-        self.keeps_objects = True
-        self.begin()
+        self.begin_test()
 
-    def begin(self) -> None:
+    def begin_test(self) -> None:
         self.unsupported = ""
         self.is_tests_fault = False
-        self.forgets = True  # with the next message
-        self.doubts: set[str] = set()  # why a test may fail for a right program
+        self.doubts: set[str] = set()  # why the test may fail for a right program
+        self.exchanged: list[Any] = []  # its last containers
 
     def refuse(self, what: str, is_tests_fault: bool = False) -> NoReturn:
-        """Ends a test, even one that catches every exception: see do_tests."""
+        """Ends a test, even one that catches every exception: see Tests.run."""
         if not self.unsupported:
             self.unsupported = f"unsupported: {what}"
             self.is_tests_fault = is_tests_fault
-        self.forgets = True  # The two ends may have stopped at different containers
         raise Unsupported(self.unsupported)
 
-    def refer(self, value: Any) -> dict:
+    def number(self, value: Any) -> dict:
         if type(value) is Handle:
             return {"object": vars(value)["number"]}
-        if isinstance(value, type) and value in self.exception_numbers:
-            return {"object": self.exception_numbers[value]}
         self.refuse(f"a {type(value).__name__} of the test is no plain data", is_tests_fault=True)
 
-    def resolve(self, name: str, body: Any) -> Any:
+    def receive_value(self, name: str, body: Any) -> Any:
         if name == "exception":
-            number, names = body
-            kind = self.exception_class(names)
-            self.exception_numbers[kind] = number
-            return kind
-        if name not in ("object", "function"):
+            return self.exception_class(body)
+        if name == "iterator":
+            return iter(self.decode_items(body))
+        if name != "object":
             raise ValueError(f"{name} is not a value")
-        if name == "object" and not self.keeps_objects:
-            self.refuse("a result is no plain data")
-        return self.handles.setdefault(body, Handle(self, body))
+        handle = self.handles.setdefault(body, Handle(self, body))
+        vars(handle)["level"] = max(vars(handle)["level"], self.level)
+        if vars(handle)["level"] == CLOSED:
+            self.doubts.add("a result is no plain data")
+        return handle
 
-    def ask(self, action: str, args: tuple, keywords: dict[str, Any], keeps_objects: bool = False) -> Any:
-        """Asks the program. Makes its changes of shared containers here too, and raises its exceptions here."""
-        with self.lock:
-            if len(self.shared) > MAX_SHARED:
-                self.forgets = True
-                self.doubts.add("containers of earlier calls")
-            if any(map(is_iterator, args)):
-                self.doubts.add("an iterator, which the program takes whole")
-            message: dict[str, Any] = {"do": action, "forget": self.forgets}
-            if self.forgets:
-                self.forget()
-                self.forgets = False
-            message["changes"] = self.changes()
-            message["args"] = self.encode_items([*args])
-            message["keywords"] = {name: self.encode(value) for name, value in keywords.items()}
-            self.keeps_objects = True
-            try:
-                self.send(message)
-                reply = self.receive()
-                self.apply(reply["changes"])
-                if "error" in reply:
-                    error = self.exception(*reply["error"])
-                else:
-                    error = None
-                    self.keeps_objects = keeps_objects
-                    result = self.decode(reply["ok"])
-                self.note()
-            except Unsupported:
-                raise
-            except BaseException as failure:
-                self.broken = True
-                raise ConnectionError(describe(failure)) from None
-        if error is None:
-            return result
-        self.raised = error
-        raise error
+    def ask(self, action: str, args: tuple, keywords: dict[str, Any], level: int = CLOSED) -> Any:
+        """Asks the program. Fills the containers among the arguments with their new contents, and raises the program's
+        exceptions here. level: of a Handle that is the result."""
+        self.begin_call()
+        # A container is a copy on each side: what one side does to it later, the other does not see
+        if any(sys.getrefcount(value) > NOT_KEPT for value in self.exchanged):
+            self.doubts.add("a container of an earlier call")
+        message: dict[str, Any] = {"do": action, "args": self.encode_items([*args])}
+        message["keywords"] = {name: self.encode(value) for name, value in keywords.items()}
+        given = [*self.shared]
+        try:
+            self.send(message)
+            reply = self.receive()
+            self.level = CLOSED
+            for container, items in zip(given, reply["changes"], strict=True):
+                fill(container, self.decode_items(items))
+            if "error" in reply:
+                result = self.exception(*self.decode(reply["error"]))
+            else:
+                self.level = level
+                result = self.decode(reply["ok"])
+        except BaseException as failure:
+            self.broken = True
+            raise ConnectionError(describe(failure)) from None
+        values = [*args, *keywords.values(), result]
+        # Twice, and so as if it was kept, what is from a name or an attribute: the test may have changed it
+        self.exchanged += [value for value in values if is_mutable(value)] * (2 if action == "getattr" else 1)
+        del self.exchanged[:-MAX_EXCHANGED]
+        if "error" in reply:
+            raise result
+        return result
 
     def exception(self, names: list, args: list, text: str) -> BaseException:
         """An exception of the program, as one of the same name here."""
         kind: Any = self.exception_class(names)
-        values = self.decode_items(args)
         try:
-            error = kind(*values)
+            error = kind(*args)
         except Exception:  # Its class wants other arguments
-            error = kind.__new__(kind, *values)
-        vars(error)["_text"] = str(text)
+            error = kind.__new__(kind, *args)
+        vars(error)["program_text"] = str(text)
         return error
 
     def exception_class(self, names: list[list[str]]) -> type[Exception]:
@@ -467,7 +400,7 @@ class Program(Wire):
         if kind is None and module.partition(".")[0] in sys.stdlib_module_names and module in sys.modules:
             kind = getattr(sys.modules[module], name, None)
         if kind is None:
-            own = {"__str__": lambda error: vars(error).get("_text") or Exception.__str__(error)}
+            own = {"__str__": lambda error: vars(error).get("program_text") or Exception.__str__(error)}
             kind = self.exceptions[name] = type(name, (self.exception_class(above),), own)
         # StopIteration would silently end all(map(..)), and what is no Exception could end this process
         if not issubclass(kind, Exception) or issubclass(kind, StopIteration):
@@ -476,30 +409,29 @@ class Program(Wire):
 
 
 class Handle:
-    """A function, class or object that stays with the program, which calls it and gives its attributes. is_class,
-    is_made: the test has it by a capitalized name, or has made it by calling one."""
+    """What stays with the program, which calls it and gives its attributes. level: CLOSED, OPEN or CLASS."""
 
     def __init__(self, program: Program, number: int) -> None:
-        vars(self).update(program=program, number=number, is_class=False, is_made=False)
+        vars(self).update(program=program, number=number, level=CLOSED)
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
-        is_class = vars(self)["is_class"]
-        result = vars(self)["program"].ask("call", (self, *args), keywords, keeps_objects=is_class)
-        if type(result) is Handle and is_class:
-            vars(result)["is_made"] = True
-        return result
+        level = OPEN if vars(self)["level"] == CLASS else CLOSED
+        return vars(self)["program"].ask("call", (self, *args), keywords, level)
 
     def __getattribute__(self, name: str) -> Any:
         if name.startswith("__"):
             return object.__getattribute__(self, name)
-        return vars(self)["program"].ask("getattr", (self, name), {}, keeps_objects=True)
+        if vars(self)["level"] == CLOSED:
+            self.__refuse__(name)
+        return vars(self)["program"].ask("getattr", (self, name), {}, OPEN)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if vars(self)["level"] == CLOSED:
+            self.__refuse__(name)
         vars(self)["program"].ask("setattr", (self, name, value), {})
 
-    def refuse(self, name: str, *_: Any) -> None:
-        what = f"what the test needs {name} of is no plain data"
-        vars(self)["program"].refuse(what, vars(self)["is_made"])
+    def __refuse__(self, name: str, *_: Any) -> None:
+        vars(self)["program"].refuse(f"what the test needs {name} of is no plain data")
 
 
 OPERATORS = (
@@ -509,30 +441,26 @@ OPERATORS = (
     "ror xor rxor"
 ).split()
 for _name in OPERATORS:
-    setattr(Handle, f"__{_name}__", functools.partialmethod(vars(Handle)["refuse"], _name))
+    setattr(Handle, f"__{_name}__", functools.partialmethod(vars(Handle)["__refuse__"], _name))
 
 
 class Scope(dict):
     """The global names of the tests. Those that it lacks are the program's, as they are at that moment."""
 
-    def __init__(self, names: dict[str, Any], program: Program) -> None:
-        super().__init__(names)
-        self.program = program
+    program: Program
 
     def __missing__(self, name: str) -> Any:
-        value = self.program.ask("look_up", (name,), {}, keeps_objects=True)
+        if name in SLOW_STANDARD:
+            return __import__(SLOW_STANDARD[name])
+        module = Handle(self.program, 0)
+        value = self.program.ask("getattr", (module, name), {}, CLASS if name[:1].isupper() else OPEN)
         if type(value) is Handle:
             self[name] = value
-            vars(value)["is_class"] = vars(value)["is_made"] = name[:1].isupper()
         return value
 
 
 def describe(error: BaseException) -> str:
-    if isinstance(error, AssertionError):
-        return "the assertion failed"
-    name = type(error).__name__
-    text = f"{name}: {error}" if str(error) else name
-    return text[:200]
+    return traceback.format_exception_only(error)[-1].strip()[:200]
 
 
 # What tests use without importing it, relying on the program's imports
@@ -550,12 +478,12 @@ SLOW_STANDARD = {"np": "numpy", "numpy": "numpy", "random": "random", "statistic
 APART = set(
     "GeneratorType SystemExit StopIteration KeyboardInterrupt argv asyncio builtins dir() environ gc getcontext id() "
     "inspect localcontext logging mock patch redirect_stdout seed setcontext setrecursionlimit stderr stdin stdout "
-    "tempfile unittest unittest.mock vars() warnings weakref".split()
+    "tempfile threading unittest unittest.mock vars() warnings weakref".split()
 )
 
 
 class Words:
-    """The names that a test reads and sets, and those of APART. doubts: why it may fail for a right program."""
+    """The names that a test reads and sets. doubts: why it may fail for a right program."""
 
     def __init__(self, test: str) -> None:
         self.read: set[str] = set()
@@ -579,25 +507,24 @@ class Words:
                     used |= {name, "__" * name.startswith("__")}
                 case ast.Call(ast.Name(name)):
                     used.add(f"{name}()")
-                case ast.Compare(left, [ast.Is() | ast.IsNot()], [right]):
-                    if not isinstance(left, ast.Constant) and not isinstance(right, ast.Constant):
-                        self.doubts.add("whether two values are one object")
-        self.apart = (used | self.read) & (APART | {"__"})
+                case ast.Compare(_, [ast.Is() | ast.IsNot()], [ast.Name(name)]) if not hasattr(builtins, name):
+                    self.doubts.add(f"whether a value is {name} itself")
+        self.doubts |= (used | self.read) & (APART | {"__"})
 
 
 @functools.cache
-def standard_names() -> frozenset[str]:
-    """The names that a test has without the program."""
-    names: dict[str, Any] = {}
+def standard_names() -> dict[str, Any]:
+    """What a test has without the program."""
+    names = {**vars(builtins), "__name__": "test"}
     exec(STANDARD, names)
-    return frozenset(vars(builtins).keys() | names.keys() | SLOW_STANDARD.keys())
+    return names
 
 
 def names_wanted(tests: list[str]) -> set[str]:
     """The names that tests read, and that neither they nor Python define. Without one, they test no program."""
     words = [Words(test) for test in tests]
     read = set().union(*(word.read for word in words))
-    return read - standard_names() - set().union(*(word.set for word in words))
+    return read - standard_names().keys() - SLOW_STANDARD.keys() - set().union(*(word.set for word in words))
 
 
 class Tests:
@@ -606,83 +533,56 @@ class Tests:
 
     def __init__(self, tests: list[str]) -> None:
         self.words = [Words(test) for test in tests]
-        mentioned = set().union(*(words.read for words in self.words))
-        self.standard = {**vars(builtins), "__name__": "test"}
-        exec(STANDARD, self.standard)
-        for name, module in SLOW_STANDARD.items():
-            if name in mentioned:
-                self.standard[name] = __import__(module)
-        self.wanted = mentioned - self.standard.keys()
+        self.wanted = names_wanted(tests)
         self.program = Program(4)
-        self.scope = Scope(self.standard, self.program)
-        self.kinds: dict[str, str] = {}  # of the program's names: see Calls.load
-        self.lost: set[str] = set()  # what earlier tests have set, and later ones lack
+        self.scope = Scope(standard_names())
+        self.scope.program = self.program
+
+    def load(self) -> str | None:
+        """Has the program run, and learns its names: see Calls.load. Its problem, or None."""
+        try:
+            self.names, self.own, self.constants = map(set, self.program.ask("load", (), {}))
+        except BaseException as error:
+            return describe(error)
+        return None if self.wanted & self.names else "it defines no name that the tests use"
 
     def run(self, test: str, words: Words) -> str | None:
         """None if the test has passed, else its problem, or why it is not known whether the program is right."""
         program = self.program
-        program.begin()
-        for name in self.kinds:  # A variable of this name lasts for one test, and so does one of a builtin's name
+        program.begin_test()
+        for name in self.names - standard_names().keys():  # A variable of this name lasts for one test
             self.scope.pop(name, None)
-        self.scope.update(self.standard)
-        self.lost |= words.set & self.standard.keys()
         problem = None
         try:
             exec(compile(test, "test", "exec"), self.scope)
         except BaseException as error:
             problem = describe(error)
-            program.is_tests_fault |= isinstance(error, ImportError) and error is not program.raised
+            program.is_tests_fault |= isinstance(error, ImportError) and "program_text" not in vars(error)
             if isinstance(error, AttributeError) and isinstance(error.obj, (BaseException, Iterator)):
                 program.doubts.add("an attribute of an exception or iterator")
-            if isinstance(error, NameError) and error.name in self.kinds:
+            if isinstance(error, NameError) and error.name in self.names:
                 program.doubts.add("a name of the program in the body of a class")
         if program.broken:
             problem = problem or "the program broke the protocol"
-        if problem is None and not self.wanted & self.kinds.keys():
-            program.is_tests_fault = self.wanted <= set().union(*(words.set for words in self.words))
-            return "unsupported: the tests use no name that the program defines"
-        if problem is None or program.unsupported:
-            return program.unsupported or problem
-        if words.apart:
-            program.is_tests_fault = True
-            return f"unsupported: {min(words.apart)} of the test is not the program's"
-        doubts = program.doubts | words.doubts | self.shared_names(words)
-        if doubts:
+        doubts = program.doubts | words.doubts
+        # What may mean something else in the program
+        doubts |= words.set & self.constants | (words.read | words.set) & self.own & standard_names().keys()
+        if problem and doubts and not program.unsupported:
             program.unsupported = f"unsupported: {min(doubts)}"
         return program.unsupported or problem
 
-    def shared_names(self, words: Words) -> set[str]:
-        """The names of a test that may mean something else in the program, or in an earlier test."""
-        own = {name for name, kind in self.kinds.items() if kind == "own"}
-        constants = {name for name, kind in self.kinds.items() if kind == "constant"}
-        apart = (words.read - words.set) & self.lost
-        apart |= (words.read | words.set) & own & self.standard.keys()
-        apart |= words.set & constants
-        return apart
 
-
-def do_tests(null: int) -> int:
-    """Runs the tests. Descriptors: 3 {"tests", "skip"}, 4 stream, 5 results, 6 steps. Writes a line of results,
-    [problem or null, whether it is unsupported, whether no program can pass], for the loading of the program and for
-    each test, except the first `skip` tests."""
-    job = json.loads(open(3, "rb").read())
+def do_tests() -> int:
+    """Runs the tests. Descriptors: 3 tests, 4 stream, 5 results, 6 steps. Writes a line of results, [problem or null,
+    whether it is unsupported, whether no program can pass], for the loading of the program and for each test."""
+    sources = json.loads(open(3, "rb").read())
     sys.set_int_max_str_digits(0)
-    tests = Tests(job["tests"])
-    program = tests.program
-    problem = None
-    try:
-        tests.kinds = program.ask("load", (), {})
-    except BaseException as error:
-        problem = describe(error)
-    report(problem, program)
-    if problem:
-        return 0
-    for number, words in enumerate(tests.words):
-        if number < job["skip"]:
-            tests.lost |= words.set - tests.kinds.keys()
-            os.write(6, b".")
-        elif not program.broken:
-            report(tests.run(job["tests"][number], words), program)
+    tests = Tests(sources)
+    problem = tests.load()
+    report(problem, tests.program)
+    for source, words in zip(sources, tests.words, strict=True):
+        if problem is None and not tests.program.broken:
+            report(tests.run(source, words), tests.program)
     return 0
 
 

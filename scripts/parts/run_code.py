@@ -39,11 +39,10 @@ def require_sandbox() -> None:
     """Raises ValueError if a program in the sandbox could do something forbidden, unless allow_unsafe_code is set."""
     layers, leaks = sandbox_level()
     if leaks and not rewards.SETTINGS.flags.allow_unsafe_code:
-        in_force = " ".join(layers)
-        missing = [layer for layer in ("namespaces", "Landlock", "seccomp") if layer not in in_force]
+        missing = [layer for layer in ("Landlock", "seccomp") if layer not in " ".join(layers)]
         raise ValueError(
-            f"this machine's sandbox does not keep programs from {', '.join(leaks)}: it lacks {', '.join(missing)}, "
-            "and seccomp with Landlock or namespaces is the least. --allow_unsafe_code runs the model's programs anyway"
+            f"this machine's sandbox does not keep programs from {', '.join(leaks)}: it lacks {', '.join(missing)}. "
+            "--allow_unsafe_code runs the model's programs anyway"
         )
 
 

@@ -6,15 +6,14 @@
 program: what it does then is in scripts/parts/programs.py. Programs, tests and results are in memory files (memfd) that
 the server passes on unopened, so no later run finds them in its memory. The trainer compares outputs itself.
 
-Three layers protect the trainer. Each alone stops most attacks:
+Two layers protect the trainer, and neither needs a privilege:
 
-    seccomp     A list of allowed system calls. It lacks sockets, new processes, exec, signals and changes to files.
-    Landlock    A run may read beneath the Python installation and the system's libraries only.
-    namespaces  The file system contains these directories only, and is read-only. There is no network device. The
-                process sees no other processes. When the server ends, the kernel ends every process inside.
+    seccomp   A list of allowed system calls. It lacks sockets, new processes, exec, signals and changes to files.
+    Landlock  A run may read beneath the Python installation and the system's libraries only. From Linux 5.13 on.
 
-`do_probe` tries the forbidden actions from inside at every start. The caller has to refuse what succeeds, a leak. Out
-of scope: kernel bugs, and side channels such as timing. Standard library only. Linux on x86_64 and aarch64.
+`Sandbox.start` tries forbidden actions from inside. The caller has to refuse what succeeds, a leak. When the server
+ends, the kernel ends every run. Out of scope: kernel bugs, side channels such as timing, and whether a file exists.
+Standard library only. Linux on x86_64 and aarch64.
 """
 
 import ctypes
@@ -24,7 +23,6 @@ import json
 import math
 import os
 import platform
-import re
 import resource
 import select
 import signal
@@ -41,16 +39,13 @@ from typing import Any, NamedTuple
 MEMORY_BYTES = 2**30  # address space of a run, beyond the server's own
 OUTPUT_BYTES = 4 * 2**20  # each, for standard output and standard error
 STACK_BYTES = 64 * 2**20
-MAX_THREADS = 512  # threads and processes of all runs of a server, where the user's other threads are not counted
+MAX_THREADS = 512  # of a run. More than a few have room only if the run makes their stacks small
 MAX_TIME_LIMITS = 3  # Later tests of the program are not run: 100 tests of an endless loop would take 100 time limits
 START_TIMEOUT_S = 120.0
 GRACE_S = 20.0  # for a reply, on a machine that is busy with other work
 LOOK_S = 0.05  # between two looks at how much processor time a run has used
 PATIENCE = 5  # A step may take this many times its processor time: it may sleep, or wait for a busy machine
-NOBODY = 65534
-FIRST_USER = 2_000_000_000  # If we are root, each server's runs have a user of their own, numbered from here
-MAKERS_OF_ROWS = ("reasoning_gym",)  # packages: see hidden_paths
-WITHOUT_LAYERS: tuple[str, ...] = ()  # for tests: "namespaces", "Landlock" or "seccomp" are left out
+WITHOUT_LAYERS: tuple[str, ...] = ()  # for tests: "Landlock" or "seccomp" is left out
 # The server imports these modules once, besides those above. Not random and threading, nor what imports them: they hook
 # into every fork. So the trainer's side imports subprocess and others where it needs them.
 PRELOAD = "array bisect cmath contextlib copy dataclasses enum heapq numbers operator re string typing".split()
@@ -98,33 +93,25 @@ faccessat2 439 439
 """
 
 
-class Rule(NamedTuple):
-    """Allows a system call if its argument with index `argument` is one of `values`. Otherwise the call gives `error`.
-    bits: only these bits of the argument count; 0: all of them. pointer: the upper half has to be 0 as well."""
-
-    argument: int
-    bits: int
-    values: list[int]
-    error: int = errno.EPERM
-    pointer: bool = False
-
-
 OPEN_FOR_CHANGE = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 CLONE_THREAD = 0x10000
+INT = 0xFFFFFFFF  # the kernel reads the lower half of the register only
+POINTER = 0xFFFFFFFFFFFFFFFF
+# Allowed if these bits of the argument with this index have one of these values
 RULES = {
-    "open 2 -": Rule(1, OPEN_FOR_CHANGE, [0], errno.EACCES),
-    "openat 257 56": Rule(2, OPEN_FOR_CHANGE, [0], errno.EACCES),
-    "clone 56 220": Rule(0, CLONE_THREAD, [CLONE_THREAD]),  # threads, but no processes
-    "prlimit64 302 261": Rule(2, 0, [0], pointer=True),  # to new limits
-    "sendto 44 206": Rule(4, 0, [0], pointer=True),  # to an address
-    "socketpair 53 199": Rule(0, 0, [socket.AF_UNIX]),  # asyncio needs one
-    "getsockopt 55 209": Rule(2, 0, [3, 4, 38, 39]),  # the socket's type and error; no pidfd of the peer
-    "ioctl 16 29": Rule(1, 0, [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451]),  # isatty, sizes, close-on-exec
-    "fcntl 72 25": Rule(1, 0, [0, 1, 2, 3, 4, 1030]),  # dup and flags; no signals by F_SETOWN
-    "prctl 157 167": Rule(0, 0, [PR_SET_NAME]),
+    "open 2 -": (1, OPEN_FOR_CHANGE, [0]),
+    "openat 257 56": (2, OPEN_FOR_CHANGE, [0]),
+    "clone 56 220": (0, CLONE_THREAD, [CLONE_THREAD]),  # threads, but no processes
+    "prlimit64 302 261": (2, POINTER, [0]),  # to new limits
+    "sendto 44 206": (4, POINTER, [0]),  # to an address
+    "socketpair 53 199": (0, INT, [socket.AF_UNIX]),  # asyncio needs one
+    "getsockopt 55 209": (2, INT, [3, 4, 38, 39]),  # the socket's type and error; no pidfd of the peer
+    "ioctl 16 29": (1, INT, [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451]),  # isatty, sizes, close-on-exec
+    "fcntl 72 25": (1, INT, [0, 1, 2, 3, 4, 1030]),  # dup and flags; no signals by F_SETOWN
+    "prctl 157 167": (0, INT, [PR_SET_NAME]),
 }
 UNKNOWN = "clone3 435 435, openat2 437 437"  # get ENOSYS: then the C library makes a call whose arguments are visible
-MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # the column above, AUDIT_ARCH
+MACHINES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}  # the column above, AUDIT_ARCH
 # Instructions of classic BPF: (code, how many to skip if true, how many if false, constant)
 LOAD = 0x20
 EQUAL = 0x15
@@ -136,176 +123,69 @@ ALLOW = 0x7FFF0000
 ERROR = 0x00050000
 
 
-def number(call: str) -> int | None:
-    """The number on this machine of a system call that is given as "name x86_64 aarch64"."""
-    column, _ = MACHINES[platform.machine()]
-    text = call.split()[1 + column]
-    return None if text == "-" else int(text)
-
-
-def answer(action: int) -> tuple:
-    return ANSWER, 0, 0, action
-
-
-def check_argument(rule: Rule) -> list[tuple]:
+def check_argument(argument: int, bits: int, values: list[int]) -> list[tuple]:
     """The part of the filter that answers a system call that has a rule."""
-    low_half = 16 + 8 * rule.argument
-    refused = answer(ERROR | rule.error)
-    block = [(LOAD, 0, 0, low_half)]
-    if rule.bits:
-        block.append((AND, 0, 0, rule.bits))
-    for index, value in enumerate(rule.values):
-        block.append((EQUAL, len(rule.values) - index, 0, value))
+    low_half = 16 + 8 * argument
+    refused = (ANSWER, 0, 0, ERROR | errno.EPERM)
+    block = [(LOAD, 0, 0, low_half), (AND, 0, 0, bits & INT)]
+    for index, value in enumerate(values):
+        block.append((EQUAL, len(values) - index, 0, value))
     block.append(refused)
-    if rule.pointer:
+    if bits == POINTER:
         block += [(LOAD, 0, 0, low_half + 4), (EQUAL, 1, 0, 0), refused]
-    return [*block, answer(ALLOW)]
+    return [*block, (ANSWER, 0, 0, ALLOW)]
 
 
 def seccomp_program() -> bytes:
     """The filter as classic BPF over struct seccomp_data (nr at 0, arch at 4, arguments at 16, low half first)."""
-    _, audit_arch = MACHINES[platform.machine()]
-    blocks = {call: [answer(ERROR | errno.ENOSYS)] for call in UNKNOWN.split(",")}
-    blocks |= {call: check_argument(rule) for call, rule in RULES.items()}
-    blocks |= {call: [answer(ALLOW)] for call in ALLOWED.split(",")}
-    program = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, audit_arch), answer(KILL), (LOAD, 0, 0, 0)]
+    column, audit_arch = MACHINES[platform.machine()]
+    blocks = {call: [(ANSWER, 0, 0, ERROR | errno.ENOSYS)] for call in UNKNOWN.split(",")}
+    blocks |= {call: check_argument(*rule) for call, rule in RULES.items()}
+    blocks |= {call: [(ANSWER, 0, 0, ALLOW)] for call in ALLOWED.split(",")}
+    program = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, audit_arch), (ANSWER, 0, 0, KILL), (LOAD, 0, 0, 0)]
     for call, block in blocks.items():
-        nr = number(call)
-        if nr is not None:
-            program += [(EQUAL, 0, len(block), nr), *block]
-    program.append(answer(ERROR | errno.EPERM))
+        number = call.split()[column]
+        if number != "-":
+            program += [(EQUAL, 0, len(block), int(number)), *block]
+    program.append((ANSWER, 0, 0, ERROR | errno.EPERM))
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
 
 
 LANDLOCK_CREATE_RULESET = 444  # These numbers are the same on every machine
 LANDLOCK_ADD_RULE = 445
 LANDLOCK_RESTRICT_SELF = 446
+WRITE_FILE = 1 << 1
 READ_FILE = 1 << 2
 READ_DIR = 1 << 3
 
 
-def landlock_ruleset(readable: list[str], hidden: list[str]) -> tuple[int, int]:
-    """(descriptor of a ruleset that allows only to read beneath these paths, ABI version of the kernel).
-
-    A directory of a hidden one may be listed, and the others in it be read."""
+def allow_to_read(paths: list[str]) -> int:
+    """Takes from this process all rights to files but to read beneath these paths. Returns the kernel's ABI version."""
     abi = libc("syscall", LANDLOCK_CREATE_RULESET, 0, 0, 1)
     rights_of_abi = ((1 << 13) - 1, 1 << 13, 1 << 14, 0, 1 << 15)  # each newer version knows more
     attributes = struct.pack("Q", sum(rights_of_abi[:abi]))
     ruleset = libc("syscall", LANDLOCK_CREATE_RULESET, attributes, len(attributes), 0)
-    parents = {os.path.dirname(path) for path in hidden}
-    for parent in parents:
-        inside = {os.path.join(parent, name) for name in os.listdir(parent)}
-        readable = [*readable, *(inside - set(hidden))]
-    for path in readable:
-        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        rights = 0 if path in parents else READ_FILE
-        if os.path.isdir(path):
-            rights |= READ_DIR
+    for path in paths:
+        fd = os.open(path, os.O_PATH)
+        rights = READ_FILE | (READ_DIR if os.path.isdir(path) else 0)
+        if path == os.devnull:
+            rights |= WRITE_FILE
         libc("syscall", LANDLOCK_ADD_RULE, ruleset, 1, struct.pack("=Qi", rights, fd), 0)
         os.close(fd)
-    return ruleset, abi
-
-
-NAMESPACES = 0x6C020000  # CLONE_NEWNS, NEWUTS, NEWIPC, NEWPID and NEWNET
-CLONE_NEWUSER = 0x10000000
-MS_BIND = 4096
-MS_REC = 16384
-MS_PRIVATE = 1 << 18
-NO_DEVICES = os.ST_NOSUID | os.ST_NODEV  # The flags of statvfs are those of mount
-MNT_DETACH = 2
-MOUNT_SETATTR = 442
-AT_FDCWD = -100
-AT_RECURSIVE = 0x8000
-
-
-def enter_namespaces(readable: list[str], hidden: list[str]) -> str:
-    """Continues in a child process that is pid 1 of new namespaces, with a root directory of `readable` alone, in which
-    `hidden` are empty. Returns the name of this layer."""
-    uid = os.getuid()
-    gid = os.getgid()
-    user = ""
-    try:
-        libc("unshare", NAMESPACES)
-    except OSError:  # We are not privileged: only with a user namespace
-        libc("unshare", NAMESPACES | CLONE_NEWUSER)
-        user = "user+"
-        for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
-            with open(f"/proc/self/{name}", "w") as file:
-                file.write(text)
-    child = os.fork()
-    if child:  # This process waits for it
-        os.closerange(3, 4096)  # The server's end of the socket has to close when the child ends
-        _, status = os.waitpid(child, 0)
-        os._exit(min(status, 1))
-    build_root(readable, hidden)
-    return f"{user}pid+net+mount+ipc namespaces"
-
-
-def bind(fd: int, target: str) -> None:
-    """Mounts the file or directory of this descriptor at the path, and closes the descriptor."""
-    source = f"/proc/self/fd/{fd}"
-    os.makedirs(target if os.path.isdir(source) else os.path.dirname(target), exist_ok=True)
-    if not os.path.isdir(target):
-        os.close(os.open(target, os.O_CREAT))
-    libc("mount", source.encode(), target.encode(), None, MS_BIND | MS_REC, None)
-    os.close(fd)
-
-
-def build_root(readable: list[str], hidden: list[str]) -> None:
-    """Makes a read-only file system that contains only `readable` the root directory. `hidden` are empty in it."""
-    root = "/tmp"  # exists on every machine, and nothing is written to it: the new root is mounted here
-    sources = [(path, os.open(path, os.O_PATH | os.O_CLOEXEC)) for path in readable]  # A path may be beneath `root`
-    links = {path: os.readlink(path) for path in ("/lib", "/lib32", "/lib64") if os.path.islink(path)}
-    libc("mount", None, b"/", None, MS_REC | MS_PRIVATE, None)
-    libc("mount", b"tmpfs", root.encode(), b"tmpfs", NO_DEVICES, b"size=1m,mode=755")
-    for path, fd in sources:
-        bind(fd, root + path)
-    for path in hidden:
-        libc("mount", b"tmpfs", (root + path).encode(), b"tmpfs", os.ST_RDONLY | NO_DEVICES, b"size=4k,mode=755")
-    for path, link in links.items():
-        os.symlink(link, root + path)
-    os.chdir(root)
-    libc("pivot_root", b".", b".")
-    libc("umount2", b".", MNT_DETACH)
-    os.chdir("/")
-    read_only = struct.pack("4Q", os.ST_RDONLY | os.ST_NOSUID, 0, 0, 0)
-    libc("syscall", MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, read_only, len(read_only))
-
-
-def drop_privileges(readable: list[str], own_user: int) -> str:
-    """As root: becomes `own_user`, else nobody, else root without any capability. Returns the name of this layer. A
-    user must be able to read the installation. The kernel counts threads by user: one run could use up those of all
-    servers that had the same."""
-    os.setgroups([])
-    for user in (own_user, NOBODY, 0):
-        try:
-            os.setresgid(user, user, 0)
-            os.setresuid(user, user, 0)  # The saved user allows us to return
-        except OSError:  # The container does not know this user
-            continue
-        if user == 0 or all(os.access(path, os.R_OK) for path in readable):
-            break
-        os.setresuid(0, 0, 0)
-    os.setresuid(user, user, user)
-    os.setresgid(user, user, user)
-    if user == 0:
-        drop_capabilities()
-    return {own_user: "a user of its own", NOBODY: "user nobody", 0: "root without capabilities"}[user]
-
-
-def drop_capabilities() -> None:
-    libc("capset", struct.pack("II", 0x20080522, 0), bytes(24))
+    libc("syscall", LANDLOCK_RESTRICT_SELF, ruleset, 0)
+    os.close(ruleset)
+    return abi
 
 
 # --- The fork server --------------------------------------------------------------------------------------------------
 
 
-NULL = -1  # in place of a descriptor
-
-
-def processor_time(processes: list[int]) -> float:
-    """Seconds that these processes have run. Raises OSError if the kernel does not tell."""
-    return sum(time.clock_gettime(~process << 3 | 2) for process in processes)  # as clock_getcpuclockid(3) has it
+def num_threads(process: int) -> int:
+    """Of a process. 0 if /proc hides it: then only its memory limits the threads of a run."""
+    try:
+        return os.stat(f"/proc/{process}/task").st_nlink - 2
+    except OSError:
+        return 0
 
 
 class Server:
@@ -319,76 +199,50 @@ class Server:
         from scripts.parts import programs
 
         sys.path.pop(0)  # no run reads this repository
-        self.roles: dict[str, Callable[[int], int]] = {"probe": self.do_probe}
-        self.roles |= {"program": programs.do_program, "calls": programs.do_calls, "tests": programs.do_tests}
+        self.programs = programs
         self.control = socket.socket(fileno=os.dup(options["control"]))
         sys.path[:] = [os.path.realpath(path) for path in sys.path + options["site"] if os.path.exists(path)]
-        self.trainer_pid = os.getppid()
         # Becomes readable when the trainer ends. The socket may not: a fork of the trainer has it as well.
-        self.trainer = os.pidfd_open(self.trainer_pid)
-        self.own_user = FIRST_USER + os.getpid()
+        self.trainer = os.pidfd_open(os.getppid())
         for module in [*PRELOAD, *options["preload"]]:
             __import__(module)
-        self.layers = []
-        try:
-            self.lock_down(options["without"], hidden_paths(options["preload"]))
-        except OSError as error:
-            self.control.send(json.dumps({"failed": str(error)}).encode())
-            raise
+        self.layers = ["no capabilities", "rlimits"]
+        self.lock_down(options["without"])
         self.control.send(json.dumps({"layers": self.layers}).encode())
 
-    def lock_down(self, without: list[str], hidden: list[str]) -> None:
-        """Sets up all layers that apply to the server too, and prepares those of the runs. hidden: see hidden_paths."""
+    def lock_down(self, without: list[str]) -> None:
+        """Sets up all layers that apply to the server too, and prepares those of the runs."""
         with open("/proc/self/statm") as file:
             num_pages = int(file.read().split()[0])
         memory = num_pages * resource.getpagesize()
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")  # If the machine runs out of memory, a run has to end rather than the trainer
-        readable = readable_paths()
-        in_user_namespace = False
-        os.chdir("/")
-        if "namespaces" not in without:
-            layer = enter_namespaces(readable, hidden)
-            self.layers.append(layer)
-            in_user_namespace = layer.startswith("user")
-
-        self.ruleset = -1
-        if "Landlock" not in without:
-            try:
-                self.ruleset, abi = landlock_ruleset(readable, hidden)
-                self.layers.append(f"Landlock ABI {abi}")
-            except OSError:
-                pass  # The kernel lacks Landlock or has it off: `do_probe` finds what is open then
-
-        if os.getuid() == 0:
-            self.layers.append(drop_privileges(readable, self.own_user))
-        elif in_user_namespace:
-            drop_capabilities()
+        libc("capset", struct.pack("II", 0x20080522, 0), bytes(24))
         libc("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         libc("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # no ptrace and no /proc/PID/mem among runs of one user
-        if os.getpid() == 1:
-            libc("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
+        if "Landlock" not in without:
+            try:
+                self.layers.append(f"Landlock ABI {allow_to_read(readable_paths())}")
+            except OSError:
+                pass  # The kernel lacks Landlock or has it off: Sandbox.start finds what is open then
         self.filter = None
         if "seccomp" not in without and platform.machine() in MACHINES:
             program = seccomp_program()
             self.instructions = ctypes.create_string_buffer(program)
             self.filter = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(self.instructions))
             self.layers.append("seccomp")
-        # Whether the kernel counts the runs' threads apart from the user's other threads
-        self.limits_threads = in_user_namespace or os.getuid() in (self.own_user, NOBODY)
         limit(resource.RLIMIT_AS, memory + MEMORY_BYTES)
         limit(resource.RLIMIT_FSIZE, OUTPUT_BYTES)
         limit(resource.RLIMIT_STACK, STACK_BYTES)
         limit(resource.RLIMIT_NOFILE, 64)
         limit(resource.RLIMIT_CORE, 0)
-        self.layers.append("rlimits")
         self.pid = os.getpid()
         gc.collect()
         gc.freeze()
 
-    def fork(self, role: str, fds: list[int], seconds: float) -> int:
-        """Starts a locked-down child that has `fds` as descriptors 0, 1, ..., then /dev/null. Returns its pid."""
+    def fork(self, role: str, fds: list[int | None], seconds: float) -> int:
+        """Starts a locked-down child that has `fds` as descriptors 0, 1, ..., and /dev/null as programs.NULL and where
+        they are None. Returns its pid."""
         child = os.fork()
         if child:
             return child
@@ -399,20 +253,17 @@ class Server:
                 os._exit(1)
             # Opened again: flags that a run sets, such as O_NONBLOCK, apply to all who share the open file
             null = os.open(os.devnull, os.O_RDWR)
-            for target, fd in enumerate([*fds, NULL]):
-                os.dup2(null if fd == NULL else fd, target)
+            fds += [None] * (self.programs.NULL + 1 - len(fds))
+            for target, fd in enumerate(fds):
+                os.dup2(null if fd is None else fd, target)
             limit(resource.RLIMIT_CPU, math.ceil(seconds) + 1)
-            if self.limits_threads:
-                limit(resource.RLIMIT_NPROC, MAX_THREADS)
-            if self.ruleset >= 0:
-                libc("syscall", LANDLOCK_RESTRICT_SELF, self.ruleset, 0)
-            os.closerange(len(fds) + 1, 1 << 16)
+            os.closerange(len(fds), 1 << 16)
             if self.filter:
                 libc("prctl", PR_SET_SECCOMP, 2, self.filter, 0, 0)
         except BaseException:
             os.kill(os.getpid(), signal.SIGUSR2)  # not the program's fault: the program has not been read yet
         try:
-            os._exit(self.roles[role](len(fds)))
+            os._exit(getattr(self.programs, f"do_{role}")())
         finally:
             os._exit(1)
 
@@ -427,8 +278,8 @@ class Server:
             program, tests, results = fds
             calls_end, tests_end = socket.socketpair()
             with calls_end, tests_end:
-                children.append(self.fork("calls", [NULL, NULL, NULL, program, calls_end.fileno()], seconds * steps))
-                test_fds = [NULL, NULL, NULL, tests, tests_end.fileno(), results, tests_steps]
+                children.append(self.fork("calls", [None, None, None, program, calls_end.fileno()], seconds * steps))
+                test_fds = [None, None, None, tests, tests_end.fileno(), results, tests_steps]
                 children.append(self.fork("tests", test_fds, seconds * steps))
         else:
             children.append(self.fork(role, fds, seconds))
@@ -442,7 +293,11 @@ class Server:
             ready, _, _ = select.select([main_end, steps_end, self.trainer, self.control], [], [], LOOK_S)
             if self.trainer in ready or self.control in ready:
                 os._exit(0)  # The trainer has ended or closed the socket: PDEATHSIG ends the runs
-            used = processor_time(children) - sum(done)
+            # Processor time, as clock_getcpuclockid(3) has the clocks of other processes
+            used = sum(time.clock_gettime(~child << 3 | 2) for child in children) - sum(done)
+            for child in children:
+                if num_threads(child) > MAX_THREADS:
+                    os.kill(child, signal.SIGKILL)
             if steps_end in ready:
                 os.read(steps_end, 1)
                 done.append(used)
@@ -459,33 +314,6 @@ class Server:
         has_ended = main_end in ready and used < seconds
         return {"exit": exits[-1] if has_ended else None, "seconds": [round(value, 5) for value in [*done, used]]}
 
-    def do_probe(self, _: int) -> int:
-        """Tries what has to be impossible. The result is the list of what succeeded. Descriptors: 1 result, 2 error."""
-        leaks = []
-        file = f"sandbox-probe-{os.getpid()}"
-        script = os.path.abspath(__file__)
-        attempts = [
-            ("the network", lambda: socket.socket(type=socket.SOCK_DGRAM).connect(("127.0.0.1", 9))),
-            ("new processes", lambda: os.fork() or os._exit(0)),
-            ("changing files", write_and_remove, f"/{file}"),
-            ("changing files", write_and_remove, f"/dev/shm/{file}"),
-            ("changing files", write_and_remove, os.path.join(os.path.dirname(script), file)),
-            ("signals to other processes", os.kill, self.trainer_pid, 0),
-            ("reading files", open, script),
-            ("reading files", open, "/etc/passwd"),
-            ("reading the trainer's environment", open, f"/proc/{self.trainer_pid}/environ"),
-            ("tracing other processes", libc, "ptrace", 0x4206, self.trainer_pid, 0, 0),  # PTRACE_SEIZE
-            ("running other programs", run_other_program, leaks),
-        ]
-        for leak, attempt, *args in attempts:
-            try:
-                attempt(*args)
-                leaks.append(leak)
-            except OSError:
-                pass  # as it has to be
-        os.pwrite(1, json.dumps(leaks).encode().ljust(512), 0)
-        return 0
-
     def serve(self) -> None:
         """Answers requests, [role, seconds, steps, patience] with descriptors, until the trainer closes the socket."""
         while self.trainer not in select.select([self.control, self.trainer], [], [])[0]:
@@ -497,17 +325,6 @@ class Server:
             self.control.send(json.dumps(reply).encode())
 
 
-def write_and_remove(path: str) -> None:
-    os.close(os.open(path, os.O_CREAT | os.O_WRONLY))
-    os.unlink(path)
-
-
-def run_other_program(leaks: list[str]) -> None:
-    """Writes the result first, because the other program takes the place of this one."""
-    os.pwrite(1, json.dumps([*leaks, "running other programs"]).encode(), 0)
-    os.execv("/proc/self/exe" if os.path.exists("/proc/self/exe") else sys.executable, [sys.executable, "-c", ""])
-
-
 def limit(kind: int, amount: int) -> None:
     """Sets a resource limit for good, but never raises it."""
     _, hard = resource.getrlimit(kind)
@@ -516,6 +333,20 @@ def limit(kind: int, amount: int) -> None:
     resource.setrlimit(kind, (amount, amount))
 
 
+# Prints what succeeds, of all that has to be impossible
+PROBE = """
+import os, socket
+def attempt(leak, action, *args):
+    try:
+        action(*args)
+        print(leak)
+    except OSError:
+        pass
+attempt("the network", lambda: socket.socket(type=socket.SOCK_DGRAM).connect(("127.0.0.1", 9)))
+attempt("new processes", lambda: os.fork() or os._exit(0))
+attempt("changing files", os.open, "/dev/null", os.O_WRONLY)
+attempt("reading files", open, "/etc/passwd")
+"""
 SYSTEM_PATHS = (
     "/lib /lib32 /lib64 /usr/lib /usr/lib64 /usr/local/lib /usr/share/zoneinfo /etc/ld.so.cache /etc/localtime "
     "/dev/null /dev/urandom"
@@ -523,20 +354,9 @@ SYSTEM_PATHS = (
 
 
 def readable_paths() -> list[str]:
-    """The Python installation and the system's libraries, which a run may read. No path is beneath another one."""
+    """The Python installation and the system's libraries, which a run may read."""
     wanted = [os.path.join(sys.base_prefix, "lib"), *sys.path, *SYSTEM_PATHS]
-    paths = []
-    for path in sorted({os.path.realpath(path) for path in wanted if os.path.exists(path)}):
-        if not any(path.startswith(above + "/") for above in paths):
-            paths.append(path)
-    return paths
-
-
-def hidden_paths(preload: list[str]) -> list[str]:
-    """The directories of packages that make a run's rows, with the labels: no program reads them, except in a server
-    that has loaded them itself, in order to score."""
-    wanted = [os.path.join(path, name) for path in sys.path for name in MAKERS_OF_ROWS if name not in preload]
-    return [os.path.realpath(path) for path in wanted if os.path.isdir(path)]
+    return [path for path in wanted if os.path.exists(path)]
 
 
 # --- The trainer's side -----------------------------------------------------------------------------------------------
@@ -567,38 +387,25 @@ NOT_RUN = Run(f"not run: {MAX_TIME_LIMITS} tests exceeded the time limit", 0.0)
 
 class Sandbox:
     """A fork server, which starts when it is needed, and again after it has died. One thread may use it at a time.
-    preload: modules that it imports before it locks itself down. layers and leaks (see do_probe) are known once it has
-    started."""
+    preload: modules that it imports before it locks itself down. layers is known once it has started, leaks
+    after `start`."""
 
     def __init__(self, preload: tuple[str, ...] = ()) -> None:
         self.preload = preload
-        self.without = WITHOUT_LAYERS
         self.process = None
         self.layers = []
         self.leaks = []
 
     def start(self) -> None:
-        """Raises SandboxError."""
-        if sys.platform != "linux":
-            raise SandboxError("the code sandbox needs Linux")
-        try:
-            hello = self.launch()
-            if "failed" in hello:  # With AppArmor a process may enter namespaces, but not set them up
-                self.stop()
-                self.without = (*self.without, "namespaces")
-                hello = self.launch()
-            if "failed" in hello:
-                raise SandboxError(hello["failed"])
-            self.layers = hello["layers"]
-            probe = self.exchange("probe", ["", None, None], 10.0, 1)
-            self.leaks = sorted(set(json.loads(probe.output)))
-        except (OSError, ValueError, SandboxError) as error:
-            raise SandboxError(f"the code sandbox cannot start: {error} {self.stop()}".strip()) from None
-        except BaseException:
-            self.stop()
-            raise
+        """Finds the leaks. Raises SandboxError."""
+        probe = self.run("program", ["", None, None, PROBE], 10.0)
+        if probe.exit != 0:
+            raise SandboxError(f"the code sandbox cannot be probed: {probe.problem or probe.error}")
+        self.leaks = probe.output.splitlines()
 
-    def launch(self) -> dict:
+    def launch(self) -> None:
+        if sys.platform != "linux":
+            raise SandboxError("it needs Linux")
         import subprocess
         import tempfile
 
@@ -608,7 +415,7 @@ class Sandbox:
         site = [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
         self.socket, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.stderr = tempfile.TemporaryFile()
-        options = {"control": control.fileno(), "site": site, "preload": self.preload, "without": self.without}
+        options = {"control": control.fileno(), "site": site, "preload": self.preload, "without": WITHOUT_LAYERS}
         # -S, -s, -P: no code of the trainer's environment (.pth files, working directory) runs before the layers
         command = [sys.executable, "-S", "-s", "-P", "-X", "utf8", os.path.abspath(__file__)]
         with control:
@@ -622,7 +429,7 @@ class Sandbox:
                 cwd="/",
                 start_new_session=True,
             )
-        return self.receive(START_TIMEOUT_S)
+        self.layers = self.receive(START_TIMEOUT_S)["layers"]
 
     def receive(self, seconds: float) -> dict:
         self.socket.settimeout(seconds)
@@ -632,7 +439,7 @@ class Sandbox:
         return json.loads(packet)
 
     def exchange(self, role: str, files: list[str | None], seconds: float, steps: int) -> Run:
-        """One run in a server that has started: see run."""
+        """One run in a server that has been launched: see run."""
         fds = []
         try:
             for text in files:
@@ -665,10 +472,10 @@ class Sandbox:
         a file that the process writes. seconds: see Server.run, with PATIENCE. Raises SandboxError; the next run then
         starts the server again. So it does if a caller's own deadline interrupts this run, whose late reply must not
         become the answer to the next one."""
-        if self.process is None or self.process.poll() is not None:
-            self.stop()
-            self.start()
         try:
+            if self.process is None or self.process.poll() is not None:
+                self.stop()
+                self.launch()
             return self.exchange(role, files, seconds, steps)
         except (OSError, ValueError, SandboxError) as error:
             raise SandboxError(f"the code sandbox failed: {error} {self.stop()}".strip()) from None
@@ -729,41 +536,34 @@ def run_tests(sandbox: Sandbox, program: str, tests: list[str], seconds: float) 
     runs = []
     num_late = 0
     while len(runs) < len(tests) and num_late < MAX_TIME_LIMITS:
-        num_left = len(tests) - len(runs)
-        job = json.dumps({"tests": tests, "skip": len(runs)})
-        run = sandbox.run("tests", [program, job, None], seconds, steps=len(tests) + 1)
+        left = tests[len(runs) :]
+        run = sandbox.run("tests", [program, json.dumps(left), None], seconds, steps=len(left) + 1)
         reason = run.problem or "the tests' process ended"
         lines = [json.loads(line) for line in run.output.splitlines()]
         loading = lines[0][0] if lines else reason
         if loading is not None:
-            return runs + [Run(f"loading the program: {loading}", 0.0)] * num_left
+            return runs + [Run(f"loading the program: {loading}", 0.0)] * len(left)
         done = lines[1:]
-        times = [*run.steps[len(runs) + 1 :], *[0.0] * len(done)]  # A process may end before all steps are seen
+        times = [*run.steps[1:], *[0.0] * len(done)]  # A process may end before all steps are seen
         for (problem, not_plain, is_tests_fault), elapsed in zip(done, times, strict=False):
             runs.append(Run(problem, elapsed, not_plain=not_plain, is_tests_fault=is_tests_fault))
         # A last test that broke the channel has a result of its own
         has_result = run.exit == 0 and done
-        if len(done) < num_left and not has_result:
+        if len(done) < len(left) and not has_result:
             runs.append(Run(reason, run.seconds if run.late else 0.0, run.late))
             num_late += run.late
     return runs + [NOT_RUN] * (len(tests) - len(runs))
-
-
-NUMBER = re.compile(r"[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|inf(?:inity)?)", re.ASCII | re.IGNORECASE)  # not 5_4
 
 
 def same_line(line: str, expected: str) -> bool:
     """Whether two lines are equal as text, or word by word as numbers."""
     if line.rstrip() == expected.rstrip():
         return True
-    words = line.split()
-    expected_words = expected.split()
-    if not all(map(NUMBER.fullmatch, words + expected_words)):
-        return False
     try:
-        return list(map(Decimal, words)) == list(map(Decimal, expected_words))
-    except ArithmeticError:
-        return False  # an exponent beyond Decimal's range
+        numbers = [[Decimal(word) for word in text.split()] for text in (line, expected)]
+        return "_" not in line + expected and numbers[0] == numbers[1]  # not 5_4
+    except ArithmeticError:  # a word that is no number, or cannot be compared
+        return False
 
 
 def same_output(output: str, expected: str) -> bool:

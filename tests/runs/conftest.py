@@ -11,11 +11,10 @@ import pytest
 @pytest.fixture(scope="module", autouse=True)
 def temporary(tmp_path_factory):
     """The temporary directory of this file's tests and of what they start; made before other fixtures start runs. Not
-    one of pytest's: sockets need a short path, and the sandbox's other user has to read it."""
+    one of pytest's: sockets need a short path."""
     multiprocessing.util.get_temp_dir()  # this process' own, of tests/programs.py, which its end removes
     tmp_path_factory.getbasetemp()  # pytest's own: made later it would be among what a test left
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
-        os.chmod(directory, 0o755)
         patch.setenv("TMPDIR", directory)
         patch.setattr(tempfile, "tempdir", directory)
         yield directory

@@ -1,4 +1,4 @@
-"""Code rewards and the sandbox: hostile programs as root and as an ordinary user, with and without namespaces."""
+"""Code rewards and the sandbox. Root has no capability in it, and so takes the same path as any user."""
 
 import errno
 import importlib.util
@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -23,10 +22,9 @@ import pytest
 import rewards
 from rewards import RewardRecord, check_ground_truth, score
 from scripts.parts import run_code, sandbox
-from tests.programs import wait_until
+from tests.programs import is_alive, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
-USER = 54321  # nobody's number, in the hope that nobody uses it
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox rests on Linux")
 
 RIGHT = ("code_stdio", [{"input": "1 2 3\n", "output": "6\n"}], "print(sum(map(int, input().split())))")
@@ -75,9 +73,7 @@ sys.path.insert(0, {copy!r})
 import rewards
 from scripts.parts import run_code, sandbox
 run_code.SANDBOXES.slots = threading.BoundedSemaphore(1)  # all in one fork server, one after the other
-settings = json.loads(sys.argv[1])
-sandbox.WITHOUT_LAYERS = tuple(settings.pop("without"))
-rewards.configure(rewards.RewardFlags(**settings), connect=False)
+rewards.configure(rewards.RewardFlags(**json.loads(sys.argv[1])), connect=False)
 layers, leaks = run_code.sandbox_level()
 records = [rewards.RewardRecord("```python\\n" + p + "\\n```", label, name) for name, label, p in json.load(sys.stdin)]
 box = run_code.SANDBOXES.idle[()][0]
@@ -102,50 +98,22 @@ def processes_of(marker):
     return found
 
 
-def interpreter(uid):
-    """A Python that this user may run, or a skip."""
-    if uid is None:
-        return sys.executable
-    for python in (sys.executable, shutil.which("python3", path="/usr/local/bin:/usr/bin"), "/usr/bin/python3.11"):
-        check = [python, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"]
-        try:
-            if python and subprocess.run(check, user=uid, group=uid, extra_groups=[], cwd="/").returncode == 0:
-                return python
-        except OSError:
-            continue
-    pytest.skip("no Python >= 3.11 that an ordinary user may run")
-
-
 @pytest.fixture
 def copy():
-    """A copy of the files that every user may read; its path marks the processes of this test."""
+    """A copy of the files; its path marks the processes of this test."""
     directory = Path(tempfile.mkdtemp(prefix="sandbox-test-"))
-    directory.chmod(0o755)
-    for folder in ("scripts", "scripts/parts", "scripts/prompts"):
-        (directory / folder).mkdir(mode=0o755)
     parts = [f"scripts/parts/{name}.py" for name in ("checks", "programs", "rows", "run_code", "sandbox")]
     for name in ("rewards.py", *parts, "scripts/prompts/solver.txt"):
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, directory / name)
-        (directory / name).chmod(0o644)
     yield directory
     for pid in processes_of(str(directory)):
         os.kill(pid, signal.SIGKILL)
     shutil.rmtree(directory)
 
 
-NEEDS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="needs root")
-USERS = [
-    pytest.param(None, id="as_this_user"),
-    pytest.param(USER, id="as_another_user", marks=[pytest.mark.house, NEEDS_ROOT]),
-]
-TIERS = [pytest.param((), id="all_layers"), pytest.param(("namespaces",), id="no_namespaces", marks=pytest.mark.house)]
-
-
-@pytest.mark.parametrize("without", TIERS)
-@pytest.mark.parametrize("uid", USERS)
-def test_hostile_programs(uid, without, copy):
+def test_hostile_programs(copy):
     """One after the other in one fork server, each followed by an ordinary program."""
-    python = interpreter(uid)
     secret = secrets.token_hex(8)
     stream, datagram = (socket.socket(socket.AF_UNIX, kind) for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM))
     with socket.create_server(("127.0.0.1", 0)) as listener, stream, datagram:
@@ -157,8 +125,6 @@ def test_hostile_programs(uid, without, copy):
         victim = copy / "victims" / "victim"
         victim.parent.mkdir()
         victim.write_text("precious")
-        victim.parent.chmod(0o777)
-        victim.chmod(0o666)
         # The trainer of the attacks is this process; the driver's own number is not known yet.
         known = {"victim": str(victim), "port": listener.getsockname()[1], "trainer": os.getpid(), "secret": secret}
         attacks = [ATTEMPT.format(**known) + body + "\nprint('end')" for body in programs("reaches")]
@@ -169,9 +135,8 @@ def test_hostile_programs(uid, without, copy):
         right = ("code", ADD_TESTS, "def add(a, b): return a + b")
         interleaved = [row for attack in hostile for row in (attack, right if attack[0] == "code" else RIGHT)]
         environment = {**os.environ, "TOKEN": secret, "PYTHONDONTWRITEBYTECODE": "1"}
-        settings = json.dumps({"code_max_execution_time": 1.0, "without": without})  # ordinary ones take 0.01
-        command = [python, "-c", DRIVER.format(copy=str(copy)), settings]
-        user = {} if uid is None else {"user": uid, "group": uid, "extra_groups": []}
+        settings = json.dumps({"code_max_execution_time": 1.0})  # ordinary ones take 0.01
+        command = [sys.executable, "-c", DRIVER.format(copy=str(copy)), settings]
         run = subprocess.run(
             command,
             input=json.dumps(interleaved),
@@ -180,14 +145,13 @@ def test_hostile_programs(uid, without, copy):
             capture_output=True,
             text=True,
             timeout=240,
-            **user,
         )
         assert run.returncode == 0, run.stderr
         reply = json.loads(run.stdout)
         for receive in (listener.accept, stream.accept, lambda: datagram.recv(1)):
             with pytest.raises(BlockingIOError):
                 receive()
-    assert ("namespaces" in " ".join(reply["layers"])) <= (without == ()) and not reply["leaks"]
+    assert not reply["leaks"]
     results, ordinary = reply["results"][::2], reply["results"][1::2]
     wrong = [
         (row[2][-300:], *result) for row, result in zip(interleaved[1::2], ordinary, strict=True) if result[0] != 1
@@ -225,18 +189,23 @@ def one(name, label, program):
     return result
 
 
-@pytest.mark.parametrize("without", TIERS)
-def test_nothing_survives_a_killed_trainer(without, copy):
+@pytest.mark.parametrize("killed", ["trainer", "server"])
+def test_nothing_survives_a_kill(killed, copy):
     program = "while True: pass"
-    rows = json.dumps([("code_stdio", [{"input": "", "output": ""}], program)] * 2)
-    settings = json.dumps({"code_max_execution_time": 1000, "without": without})
+    rows = json.dumps([("code_stdio", [{"input": "", "output": ""}], program)])
+    settings = json.dumps({"code_max_execution_time": 1000})
     command = [sys.executable, "-c", DRIVER.format(copy=str(copy)), settings]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd="/") as trainer:
-        trainer.stdin.write(rows)
-        trainer.stdin.close()
-        # the trainer, the server (with namespaces two processes) and the program
-        wait_until(lambda: len(processes_of(str(copy))) >= (4 if not without else 3), seconds=600)
-        trainer.kill()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    trainer = subprocess.Popen(command, **pipes, text=True, cwd="/")
+    trainer.stdin.write(rows)
+    trainer.stdin.close()
+    assert trainer.stderr.readline().startswith("code sandbox: ")
+    wait_until(lambda: len(processes_of(str(copy))) == 3)
+    server, program = sorted(set(processes_of(str(copy))) - {trainer.pid})
+    os.kill({"trainer": trainer.pid, "server": server}[killed], signal.SIGKILL)
+    wait_until(lambda: not is_alive(program))
+    trainer.kill()
+    trainer.wait()
     wait_until(lambda: not processes_of(str(copy)))
 
 
@@ -256,42 +225,27 @@ def test_failure_of_the_sandbox_is_tried_again_and_then_missing(configured, monk
     monkeypatch.setattr(sys, "executable", "/bin/false")
     box.stop()
     result = one(*RIGHT)
-    assert "cannot start" in capsys.readouterr().err
-    assert math.isnan(result.score) and result.status == "infra_error" and "start" in result.details["problem"]
+    assert "the code sandbox failed" in capsys.readouterr().err
+    assert math.isnan(result.score) and result.status == "infra_error" and "ended" in result.details["problem"]
     monkeypatch.undo()
     assert one(*RIGHT).score == 1.0
 
 
 @pytest.mark.parametrize(
-    "without, leak, lacks",
-    [
-        (("seccomp",), "new processes", "seccomp"),
-        (("namespaces", "Landlock"), "reading files", "namespaces, Landlock"),
-        (("namespaces", "seccomp"), "the network", "namespaces, seccomp"),
-        (("Landlock",), None, None),
-        (("namespaces",), None, None),
-    ],
+    "without, leak, lacks", [("seccomp", "new processes", "seccomp"), ("Landlock", "reading files", "Landlock")]
 )
 def test_level_is_found_by_trying(without, leak, lacks, configured, capsys):
-    configured(without=without)
-    try:
-        layers, leaks = run_code.sandbox_level()
-    except ValueError as error:
-        pytest.skip(str(error))
-    missing = {"namespaces", "Landlock", "seccomp"} - {word for layer in layers for word in layer.split()}
-    if missing != set(without):
-        pytest.skip(f"this machine itself lacks {missing - set(without)}")
-    assert (leak in leaks) if leak else not leaks
+    """The second as on a kernel that lacks Landlock."""
+    configured(without=(without,))
+    layers, leaks = run_code.sandbox_level()
+    assert without not in " ".join(layers) and leak in leaks
     problem = check_ground_truth("code_stdio", RIGHT[1])
     assert capsys.readouterr().err.startswith("code sandbox: ")  # once
-    if not leak:
-        assert problem is None and one(*RIGHT).score == 1.0
-        return
-    assert leak in problem and f"lacks {lacks}" in problem and "--allow_unsafe_code" in problem
+    assert leak in problem and f"lacks {lacks}." in problem and "--allow_unsafe_code" in problem
     rewards.WARNED.clear()
     assert one(*RIGHT).status == "infra_error"
     assert "allow_unsafe_code" in capsys.readouterr().err
-    configured(without=without, allow_unsafe_code=True)
+    configured(without=(without,), allow_unsafe_code=True)
     assert check_ground_truth("code", ADD_TESTS) is None and one(*RIGHT).score == 1.0
 
 
@@ -332,25 +286,6 @@ def test_thief_finds_what_is_in_reach(configured):
     (thief,) = programs("steals")
     configured(code_max_execution_time=5)
     assert one("code_stdio", [{"input": "8173645201", "output": "8173645201"}], thief).score == 1.0
-
-
-@pytest.mark.parametrize("without", TIERS)
-def test_a_program_cannot_make_the_rows_with_their_labels(without, monkeypatch):
-    """reasoning_gym draws the same rows from the same seed."""
-    monkeypatch.setattr(sandbox, "WITHOUT_LAYERS", without)
-    box = sandbox.Sandbox()
-    file = importlib.util.find_spec("reasoning_gym").origin
-    program = f"""
-import numpy
-try:
-    print(len(open({file!r}).read()))
-except OSError:
-    print("hidden")
-print(hasattr(numpy, "array"))
-"""
-    run = box.run("program", ["", None, None, program], 10.0)
-    assert run.output.split() == ["hidden", "True"], run
-    box.stop()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -395,34 +330,18 @@ def test_rewards_count_what_is_unsupported(configured, capsys):
     assert result.status == "infra_error" and math.isnan(result.score)
 
 
-def test_a_bomb_of_threads_costs_no_other_sandbox():
-    """512 threads of one program while another in a second sandbox starts a few."""
+def test_a_bomb_of_threads_ends():
+    """With stacks so small that they have room for thousands of threads."""
     bomb = """
 import threading, time
-threading.stack_size(1 << 16)
-try:
-    for _ in range(2000): threading.Thread(target=time.sleep, args=(6,), daemon=True).start()
-except RuntimeError: pass
-print("full", flush=True)
-time.sleep(4)
+threading.stack_size(1 << 15)
+while True: threading.Thread(target=time.sleep, args=(99,), daemon=True).start()
 """
-    honest = """
-import threading
-threads = [threading.Thread(target=print, args=("x",)) for _ in range(8)]
-for t in threads: t.start()
-for t in threads: t.join()
-"""
-    boxes = [sandbox.Sandbox(), sandbox.Sandbox()]
-    for box in boxes:
-        box.start()
-    bombing = threading.Thread(target=boxes[0].run, args=("program", ["", None, None, bomb], 30.0))
-    bombing.start()
-    time.sleep(2)
-    runs = [boxes[1].run("program", ["", None, None, honest], 30.0) for _ in range(3)]
-    bombing.join()
-    for box in boxes:
-        box.stop()
-    assert [(run.problem, run.exit, run.output.split()) for run in runs] == [(None, 0, ["x"] * 8)] * 3, runs
+    box = sandbox.Sandbox()
+    runs = [box.run("program", ["", None, None, bomb], 5.0)]
+    runs += sandbox.run_tests(box, f"def f():\n    exec({bomb!r})", ["f()"], 5.0)
+    box.stop()
+    assert [run.late for run in runs] == [False, False] and runs[0].problem == "killed by SIGKILL" and runs[1].problem
 
 
 def test_flags_of_a_run_s_streams_do_not_reach_the_next(configured):
@@ -477,7 +396,7 @@ def test_a_limit_is_of_the_program_s_own_time(one_busy_processor):
         program = f"import time\ndef f():\n    {wrong}\n"
         assert sandbox.run_stdio(box, program + "f()", [("", "")], 0.2)[0].late
         assert [run.late for run in sandbox.run_tests(box, program, ["f()", "assert 1"], 0.2)] == [True, False]
-    (run,) = sandbox.run_tests(box, "", ["10 ** 10 ** 10"], 0.2)  # no Python code of it could answer a signal
+    (run,) = sandbox.run_tests(box, "n = 10", ["n ** n ** n"], 0.2)  # no Python code of it could answer a signal
     assert run.late
     box.stop()
 
@@ -550,6 +469,8 @@ def test_labels():
         ("code", {"inputs": []}), ("code", ["assert f(1"]), ("code", [1]), ("code", [" "]),
         ("code", "eJyLVkosLk4tKlFSiAUAGXkEJg=="), ("code_stdio", [{"input": "1"}]),
         ("code_stdio", ["assert f(1)"]), ("code_stdio", [{"input": 1, "output": "1"}]),
+        ("code", ["from solution import f\nassert f(1) == 1"]), ("code", ["assert sum(10, 15) == 6"]),
+        ("code", ["c = Counter()\nc.add()\nassert c.get() == 1"]),
     ]  # fmt: skip
     assert not [label for label in right if check_ground_truth(*label) is not None]
     assert not [label for label in wrong if check_ground_truth(*label) is None]
