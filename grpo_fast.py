@@ -1328,7 +1328,7 @@ def main(args: Args) -> None:
     if meeting.restarted:
         args = utils.after_restart(args)
     utils.STOP.tell = meeting.keep_last_words
-    hub.share_by_store(args, meeting.store, roles.learners)
+    hub.share_by_store(args, meeting.store)
     if utils.is_first_rank():
         from scripts.parts import plan
 

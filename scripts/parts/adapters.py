@@ -27,12 +27,13 @@ def add_adapters(model: Any, args: utils.Flags) -> None:
     if names == ["all-linear"]:
         in_parts = utils.trained_parts(model) != [model]
         names = [*matrices] if in_parts else known
+    start = args.model_name_or_path
     config = LoraConfig(
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,
         target_modules=names,
-        base_model_name_or_path=args.model_name_or_path,
-        revision=hub.commit_or_none(args.model_name_or_path, args.model_revision),
+        base_model_name_or_path=start,
+        revision=None if Path(start).is_dir() else hub.commit_of("model", start, args.model_revision),
         task_type="CAUSAL_LM",
     )
     try:
