@@ -168,7 +168,7 @@ def test_gradients_that_are_not_finite_are_forgiven_twice(tmp_path):
     for step, skipped in enumerate([1, 1, 0, 1, 1, 1]):
         assert not utils.STOP.because
         guard.judge_gradients(run, types.SimpleNamespace(number=step, batches=[]), skipped)
-    assert "non-finite" in utils.STOP.because and len(list(tmp_path.glob("nonfinite_step_*.pt"))) == 5
+    assert "non-finite" in utils.STOP.because
 
 
 # --- Echo -------------------------------------------------------------------------------------------------------------

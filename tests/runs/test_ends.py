@@ -147,11 +147,8 @@ def test_an_error_in_between_leaves_a_checkpoint_with_the_same_bits(run, tmp_pat
 
 @pytest.mark.parametrize("versions, status", [((1, 2), 0), ((1, 2, 3), 1)])
 def test_logprobs_that_are_no_numbers_are_forgiven_twice(run, tmp_path, versions, status):
-    """Each such step leaves its batch; the third in a row ends the run."""
     done = run("grpo.py", "x", fault=NAN.replace("VERSIONS", str(versions)))
     assert done.returncode == status, done.stderr[-2000:]
-    batch = torch.load(tmp_path / "x" / "nonfinite_step_2_rank_0.pt", weights_only=True)[0]
-    assert batch["vllm_logprobs"].isnan().any() and batch["input_ids"].shape == batch["targets"].shape
     if status:
         assert "non-finite gradients in 3 steps in a row" in last_line(done)
         assert (tmp_path / "x" / "checkpoints" / "step_4").exists()
