@@ -3,9 +3,9 @@
 A directory that holds another run is never overwritten silently. With --resume its run continues if flags, data and
 model agree. With --resume_anyway it continues although they differ. --overwrite replaces it.
 
-RUN/code has `git diff HEAD` as changes.diff, and the files of --reward_file, --env_file and --tools as FLAG/NAME.py;
-environment.json has their sha256. A resumed run with another file of the user's is another run. With other changes of
-the checkout it goes on. Modules that the user's files import are not copied.
+RUN/code has `git diff HEAD` as changes.diff, and the files of --reward_file, --env_file and --tools as FLAG/NAME.py, of
+the last start; environment.json has their sha256. A resumed run with another file of the user's is another run. With
+other changes of the checkout it goes on. Modules that the user's files import are not copied.
 
 No disk that is full, or that does not answer for a while, ends a run. A model is written whole or not at all, and the
 last one of a run elsewhere if its own disk does not take it. Lines that a file does not take wait for the next ones.
@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import utils
-from scripts.parts import hidden, hub
+from scripts.parts import hub
 
 # A resumed run may differ in these: where it is, what it writes, who follows it, how ranks share the work
 MAY_CHANGE = """output_dir exp_name save_traces save_freq dump_steps checkpoint_state_freq keep_last_n_checkpoints
@@ -111,10 +111,8 @@ def claim(run_dir: Path, args: dict[str, Any], facts: dict[str, Any], seconds: f
     `facts` has data_hash. It and the model's hash must agree with those of a run that is there; all other facts, and
     the provenance, stay as the run's first start wrote them. Raises ValueError naming what differs.
     """
-    config = hidden.in_flags({name: value for name, value in args.items() if name not in OF_ONE_START})
+    config = {name: without_secrets(value) for name, value in args.items() if name not in OF_ONE_START}
     hashes = {"data_hash": facts["data_hash"], "model_hash": model_hash(args)}
-    diff = uncommitted()
-    code = code_hashes(args, diff)
     lock(run_dir, seconds)
     if args["overwrite"] and (run_dir / "args.json").exists():  # a directory without args.json is no run: it stays
         shutil.rmtree(run_dir)
@@ -122,7 +120,7 @@ def claim(run_dir: Path, args: dict[str, Any], facts: dict[str, Any], seconds: f
     if (run_dir / "args.json").exists():
         environment = read_json(run_dir / "environment.json")
         changed = differences(run_dir, config, environment, hashes)
-        changed += code_differences(environment.get("code", {}), code)
+        changed += code_differences(run_dir, args)
         need_same_run(run_dir, args, "; ".join(changed))
         if not has_checkpoint(run_dir):
             shutil.rmtree(run_dir)
@@ -130,16 +128,15 @@ def claim(run_dir: Path, args: dict[str, Any], facts: dict[str, Any], seconds: f
         print(f"resume   {NOTHING_YET.format(run_dir)}", flush=True)
     if not (run_dir / "args.json").exists():
         environment = facts | provenance()
-        environment["command"] = hidden.in_command(facts.get("command", []))
+        environment["command"] = without_secrets(facts.get("command", []))
         environment["world_size"] = int(os.environ.get("WORLD_SIZE", 1))
         environment["omp_num_threads"] = os.environ["OMP_NUM_THREADS"]
         environment["begun"] = time.time()
         run_dir.mkdir(parents=True, exist_ok=True)
 
-    keep_code(run_dir, args, diff)
     environment |= hashes
     environment["hub"] = dict(sorted(hub.COMMITS.items()))
-    environment["code"] = code
+    environment["code"] = keep_code(run_dir, args)
     environment["launch"] = name_of_launch()
     may_have_secrets = bool(args.get("tool_configs"))
     write_aside(run_dir / "environment.json", json.dumps(environment, indent=1).encode(), may_have_secrets)
@@ -193,6 +190,41 @@ def write_aside(path: Path, content: bytes, private: bool) -> None:
         temporary.chmod(0o600)
     temporary.write_bytes(content)
     os.replace(temporary, path)
+
+
+# --- Keys and passwords of the command line, which no file shows
+
+HIDDEN = "***"
+SECRET = re.compile(r"key|token|secret|passw|pwd|auth|credential|cookie|bearer|signature", re.IGNORECASE)
+VARIABLE = re.compile(r"(\w+ )?\$\w+")  # of the environment: see from_environment of scripts/tools/calls.py
+USER_OF_URL = re.compile(r"(?<=://)[^/?#\s]*@")
+END_OF_URL = re.compile(r"(?<=://)([^?#\s,]{0,500}[?#])[^\s,\"]*")  # the query and what follows it
+
+
+def without_secrets(value: Any) -> Any:
+    """A text of the command line, or a list of them, for files. HIDDEN are the texts of a JSON object whose names sound
+    like a secret's, and of addresses user, password, query and fragment."""
+    if isinstance(value, list):
+        return [without_secrets(entry) for entry in value]
+    if not isinstance(value, str):
+        return value
+    before, brace, rest = value.partition("{")
+    with contextlib.suppress(ValueError, RecursionError):
+        value = before + json.dumps(json.loads(brace + rest, object_hook=hide_secrets))
+    value = USER_OF_URL.sub(f"{HIDDEN}@", value)
+    return END_OF_URL.sub(rf"\1{HIDDEN}", value)
+
+
+def hide_secrets(entry: dict[str, Any]) -> dict[str, Any]:
+    """An object of JSON. `$NAME`, or `Bearer $NAME`, is no secret: the environment has it."""
+    shown = {}
+    for name, value in entry.items():
+        is_secret = SECRET.search(name) and isinstance(value, str) and not VARIABLE.fullmatch(value)
+        shown[name] = HIDDEN if is_secret else value
+    return shown
+
+
+# --- Starts of the same run
 
 
 def name_of_launch() -> str:
@@ -267,10 +299,6 @@ def cut_after(path: Path, step: int) -> None:
 
 # --- What a run ran
 
-CHANGES = "changes.diff"
-
-Hashes = dict[str, str]  # name below RUN/code -> sha256; of what is not kept, the reason
-
 
 def files_of(args: dict[str, Any]) -> dict[str, Path]:
     """The user's files: the script if git does not know it, such as my_grpo.py, and those that flags name, by their
@@ -294,42 +322,24 @@ def uncommitted() -> bytes:
     return subprocess.run(command, capture_output=True, check=False).stdout
 
 
-def code_hashes(args: dict[str, Any], diff: bytes) -> Hashes:
-    """The sha256 of all that a run keeps."""
-    found = {name: sha256(path.read_bytes()) for name, path in files_of(args).items()}
-    return found | {CHANGES: sha256(diff)}
-
-
-def sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
-def code_differences(then: Hashes, now: Hashes) -> list[str]:
+def code_differences(run_dir: Path, args: dict[str, Any]) -> list[str]:
     """The user's files that are others than those of the run's last start, each in words for a person."""
     changed = []
-    for name, digest in now.items():
-        before = then.get(name, digest)
-        if name != CHANGES and before != digest:
-            changed.append(f"{name}: sha256 {before[:8]} then, {digest[:8]} now, see code/{name} in the run")
+    for name, path in files_of(args).items():
+        kept = run_dir / "code" / name
+        if kept.exists() and kept.read_bytes() != path.read_bytes():
+            changed.append(f"{name}: {path} is not {kept}")
     return changed
 
 
-def keep_code(run_dir: Path, args: dict[str, Any], diff: bytes) -> None:
-    """Copy all into RUN/code. What another start has put there is kept under another name. Raises OSError."""
-    for name, path in files_of(args).items():
-        place(run_dir / "code" / name, path.read_bytes())
-        shutil.copymode(path, run_dir / "code" / name)
-    place(run_dir / "code" / CHANGES, diff)
-
-
-def place(path: Path, content: bytes) -> None:
-    """Write a file, aside first. Another one that is there stays, and its name gets the beginning of its sha256."""
-    before = path.read_bytes() if path.exists() else content
-    if before != content:
-        os.replace(path, path.with_name(f"{path.name}.{sha256(before)[:8]}"))
-    if content:
+def keep_code(run_dir: Path, args: dict[str, Any]) -> dict[str, str]:
+    """Copy all into RUN/code; returns the sha256 of each file by its name there. Raises OSError."""
+    contents = {name: path.read_bytes() for name, path in files_of(args).items()} | {"changes.diff": uncommitted()}
+    for name, content in contents.items():
+        path = run_dir / "code" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         write_aside(path, content, private=True)  # it may have anybody's key in it
+    return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
 
 # --- Writes to a disk that may be full

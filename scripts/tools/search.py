@@ -73,7 +73,7 @@ def search_file(corpus: str, query: str, top_k: int) -> list[dict]:
 def search_url(config: dict, query: str, top_k: int) -> list[dict]:
     """The same from a server. Raises ConnectionError after retries + 1 tries, 0.5, 1, 2, ... seconds apart, or when the
     time of all tries is over: that is less than the time of a call, so that the policy never gets the blame."""
-    from scripts.parts import chat, hidden
+    from scripts.parts import chat
 
     url = config["url"]
     content = {"queries": [query], "topk": top_k, "return_scores": True}
@@ -95,7 +95,7 @@ def search_url(config: dict, query: str, top_k: int) -> list[dict]:
             problem = f"{type(error).__name__}: {error}" if str(error) else f"no answer within {seconds:.3g} s"
         if time.monotonic() + delay >= end:
             break
-    raise ConnectionError(f"{hidden.in_url(url)}: {problem}")
+    raise ConnectionError(f"{chat.shown(url)}: {problem}")
 
 
 def seconds_of_call(config: dict) -> float:
