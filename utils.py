@@ -720,10 +720,10 @@ class Flags(rewards.RewardFlags, ProcessFlags, TurnFlags, TrackingFlags, EngineF
         """What vLLM says against --vllm_kwargs, or "". A model that is not on this machine yet has no part in it."""
         from vllm.engine.arg_utils import EngineArgs
 
-        from scripts.parts import hub
+        from scripts.parts import run_files
 
         options = self.more_engine_options()
-        directory = hub.on_this_machine(self.model_name_or_path, self.model_revision)
+        directory = run_files.on_this_machine(self.model_name_or_path, self.model_revision)
         try:
             options |= {"dtype": self.model_dtype, "trust_remote_code": self.trust_remote_code}
             engine = EngineArgs(model=str(directory), **options)
@@ -878,10 +878,10 @@ def add_bos(tokenizer: "Tokenizer", model: str) -> None:
 def start_dir(args: Flags, flag: str = "model_name_or_path") -> str:
     """The directory with the files of --model_name_or_path: itself, or in the hub's cache those of the run's commit.
     `flag` is the flag that named the model, for the error. Raises UserError."""
-    from scripts.parts import hub
+    from scripts.parts import run_files
 
     try:
-        return str(hub.model(args.model_name_or_path, args.model_revision))
+        return str(run_files.model_dir(args.model_name_or_path, args.model_revision))
     except ValueError as error:
         raise UserError(f"--{flag} {args.model_name_or_path}: {error}") from None
 
@@ -897,9 +897,9 @@ def pretrained(kind: Any, args: Flags, flag: str = "model_name_or_path", directo
     except (OSError, ValueError) as error:  # no tokenizer in it, say
         problem = " ".join(str(error).split())
         if "trust_remote_code" in problem:
-            from scripts.parts import hub
+            from scripts.parts import run_files
 
-            files = ", ".join(hub.code_of(Path(directory))) or "of another repository, see auto_map in its config.json"
+            files = ", ".join(run_files.code_of(directory)) or "of another repository, see auto_map in its config.json"
             problem = f"it has code of its own, which would run as you: read {files} in {directory}, then add "
             problem += "--trust_remote_code"
         raise UserError(f"--{flag} {args.model_name_or_path}: {problem}") from None
@@ -958,9 +958,9 @@ def read_rows(flag: str, name: str, amount: float, split: str, args: Flags) -> I
         from scripts.parts import rows
 
         command += rows.options(args)
-    from scripts.parts import hub
+    from scripts.parts import run_files
 
-    command += hub.commit_for_rows(flag, name)
+    command += run_files.commit_for_rows(flag, name)
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         for line in process.stdout or ():
             row = json.loads(line)
@@ -2392,9 +2392,9 @@ def padded_shard(weight: Tensor, ranks: int, dtype: torch.dtype) -> Tensor:
 
 @unhurried()
 def save_model(policy: Any, tokenizer: "Tokenizer", path: Path, args: Flags, world: World) -> Path:
-    """Write the model in Hugging Face format; all ranks gather, rank 0 writes. Returns where it is, elsewhere if the
-    disk is full. If it has adapters, only they are written, in peft's format; --lora_merge also writes the merged model
-    to PATH_merged. Files that training does not change are the start model's own, byte for byte."""
+    """Write the model in Hugging Face format; all ranks gather, rank 0 writes. Returns where it is. If it has
+    adapters, only they are written, in peft's format; --lora_merge also writes the merged model to PATH_merged. Files
+    that training does not change are the start model's own, byte for byte."""
     shard_again(policy)
     if not has_adapters(policy.model):
         return _save_whole_model(policy, tokenizer, path, args, world)
@@ -2416,7 +2416,7 @@ def _save_whole_model(policy: Any, tokenizer: "Tokenizer", path: Path, args: Fla
         if world.is_main and not (tied and name == "lm_head.weight"):
             state[name] = tensor.to("cpu", copy=True)
     if world.is_main:
-        path = run_files.write_directory(path, functools.partial(_write_model, model, state, tokenizer, args))
+        run_files.write_directory(path, functools.partial(_write_model, model, state, tokenizer, args))
     dist.barrier()
     return path
 

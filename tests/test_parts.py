@@ -14,7 +14,7 @@ FOUR = ("grpo.py", "grpo_fast.py", "rewards.py", "utils.py")
 ORDER = ("grpo_fast", "grpo", "utils", "rewards")
 PARTS = sorted(path.stem for path in (REPO / "scripts" / "parts").glob("*.py"))
 # What every run has; all others belong to a flag, to a kind of row or to an engine.
-OF_EVERY_RUN = {"checks", "guards", "hub", "packing", "plan", "probe", "run_files"}
+OF_EVERY_RUN = {"checks", "guards", "packing", "plan", "probe", "run_files"}
 
 
 def imports(tree: ast.AST) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import utils
-from scripts.parts import hub, packing, plan
+from scripts.parts import packing, plan, run_files
 
 GIB = 2**30
 BUCKET = 2**28  # bytes of a weight broadcast, as in grpo_fast.py
@@ -494,7 +494,7 @@ def config_of(args: Any, flag: str = "model_name_or_path") -> Any:
     """A model's config, or one of its shapes. Raises ValueError where this machine has neither, UserError for one that
     a run refuses."""
     name = args.model_name_or_path
-    directory = hub.on_this_machine(name, args.model_revision)
+    directory = run_files.on_this_machine(name, args.model_revision)
     config = known_config(name)
     if directory is None and config is not None:
         return config

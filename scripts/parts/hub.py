@@ -110,9 +110,7 @@ def go_offline() -> None:
 
 @functools.cache  # a save finds the directory of the start, whatever has become of the cache
 def model(name: str, revision: str | None = None) -> Path:
-    """The directory of a model: itself, or the snapshot in the hub's cache, which is filled. Raises UserError."""
-    if Path(name).is_dir():
-        return Path(name)
+    """The directory of a model in the hub's cache, which is filled. Raises UserError."""
     commit = commit_of("model", name, revision)
     return patiently("model", name, revision, lambda: snapshot("model", name, commit))
 
@@ -122,17 +120,6 @@ def data_set(name: str, commit: str = "") -> Path:
     """The directory of a data set in the hub's cache, which is filled with all of its configs. Raises UserError."""
     commit = commit or commit_of("dataset", name)
     return patiently("dataset", name, None, lambda: snapshot("dataset", name, commit))
-
-
-def on_this_machine(name: str, revision: str | None) -> Path | None:
-    """Where this machine has a model's config.json, without a question to the hub: the directory, or that of the cache.
-    None: nowhere."""
-    if Path(name).is_dir():
-        return Path(name)
-    if checks.is_missing_path(name):
-        return None
-    config = huggingface_hub.try_to_load_from_cache(name, "config.json", revision=revision)
-    return Path(config).parent if isinstance(config, str) else None
 
 
 def snapshot(kind: str, name: str, commit: str) -> Path:
@@ -180,17 +167,6 @@ def read_of_a_model(files: Sequence[str]) -> list[str]:
         if weights:
             return chosen + weights
     return chosen
-
-
-def asks_for_code(directory: Path) -> bool:
-    """Whether a model asks for code of its own, or its tokenizer does."""
-    files = [directory / name for name in ("config.json", "tokenizer_config.json")]
-    return any("auto_map" in json.loads(file.read_text()) for file in files if file.exists())
-
-
-def code_of(directory: Path) -> list[str]:
-    """The Python files of a model that asks for them, by name."""
-    return sorted(file.name for file in directory.glob("*.py")) if asks_for_code(directory) else []
 
 
 # --- Faults -----------------------------------------------------------------------------------------------------------
@@ -297,8 +273,9 @@ def have_model(args: Any, flag: str) -> None:
     """Have the files of --model_name_or_path in this machine's cache. Code of its own is refused here or, before other
     ranks would write it too, where transformers imports it from. Raises UserError."""
     import utils
+    from scripts.parts import run_files
 
-    if not asks_for_code(Path(utils.start_dir(args, flag))):
+    if not run_files.asks_for_code(Path(utils.start_dir(args, flag))):
         return
     from transformers import AutoConfig
 

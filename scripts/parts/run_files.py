@@ -7,8 +7,8 @@ RUN/code has `git diff HEAD` as changes.diff, and the files of --reward_file, --
 the last start; environment.json has their sha256. A resumed run with another file of the user's is another run. With
 other changes of the checkout it goes on. Modules that the user's files import are not copied.
 
-No disk that is full, or that does not answer for a while, ends a run. A model is written whole or not at all, and the
-last one of a run elsewhere if its own disk does not take it. Lines that a file does not take wait for the next ones.
+A disk that is full, or that does not answer for a while, ends no run before its end. A model is written whole or not at
+all. Lines that a file does not take wait for the next ones.
 
 Files of a model that training does not change are the start model's own, byte for byte: what transformers would write
 anew has names that older versions of it and of vLLM misread, some of them (rope_parameters) silently.
@@ -26,14 +26,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import utils
-from scripts.parts import hub
+from scripts.parts import checks
 
 # A resumed run may differ in these: where it is, what it writes, who follows it, how ranks share the work
 MAY_CHANGE = """output_dir exp_name save_traces save_freq dump_steps checkpoint_state_freq keep_last_n_checkpoints
@@ -78,6 +78,8 @@ def hash_of(name: str, revision: str | None) -> str:
     """The hub's commit of a model; of a directory a hash of the names, sizes, first and last MiB of its files."""
     directory = Path(name)
     if not directory.is_dir():
+        from scripts.parts import hub
+
         return hub.commit_of("model", name, revision)
     digest = hashlib.sha256()
     for path in sorted(directory.iterdir()):
@@ -90,6 +92,59 @@ def hash_of(name: str, revision: str | None) -> str:
             file.seek(max(0, size - 2**20))
             digest.update(file.read())
     return digest.hexdigest()[:16]
+
+
+# --- Names that may be of the hub: without one its part is not loaded
+
+
+def names_hub(args: dict[str, Any]) -> bool:
+    """Whether flags name a model or a data set that this machine does not have under that name."""
+    names = [args["model_name_or_path"], args.get("ref_model_name_or_path")]
+    for flag in ("dataset_mixer_list", "dataset_mixer_eval_list"):
+        names += args.get(flag, [])[::2]
+    return any(name and not Path(name).exists() and not name.startswith("reasoning_gym:") for name in names)
+
+
+def share_commits(args: Any, world: utils.World) -> None:
+    """Have all ranks take the files of the same commits: see hub.share. All ranks."""
+    if any(utils.all_gather(names_hub(asdict(args)), world)):
+        from scripts.parts import hub
+
+        hub.share(args, world)
+
+
+def model_dir(name: str, revision: str | None = None) -> Path:
+    """The directory of a model: itself, or that in the hub's cache, which is filled. Raises UserError."""
+    if Path(name).is_dir():
+        return Path(name)
+    from scripts.parts import hub
+
+    return hub.model(name, revision)
+
+
+def commit_for_rows(flag: str, name: str) -> list[str]:
+    """What scripts/rows.py is told of a data set's commit. Raises UserError."""
+    if Path(name).exists():
+        return []
+    from scripts.parts import hub
+
+    return hub.commit_for_rows(flag, name)
+
+
+def on_this_machine(name: str, revision: str | None) -> Path | None:
+    """Where this machine has a model's config.json, without a question to the hub: the directory, or that of the cache.
+    None: nowhere."""
+    if Path(name).is_dir():
+        return Path(name)
+    if checks.is_missing_path(name):
+        return None
+    import huggingface_hub
+
+    config = huggingface_hub.try_to_load_from_cache(name, "config.json", revision=revision)
+    return Path(config).parent if isinstance(config, str) else None
+
+
+# --- The directory
 
 
 def prepare(run_dir: Path, args: dict[str, Any], facts: dict[str, Any]) -> None:
@@ -135,7 +190,10 @@ def claim(run_dir: Path, args: dict[str, Any], facts: dict[str, Any], seconds: f
         run_dir.mkdir(parents=True, exist_ok=True)
 
     environment |= hashes
-    environment["hub"] = dict(sorted(hub.COMMITS.items()))
+    if names_hub(args):
+        from scripts.parts import hub
+
+        environment["hub"] = dict(sorted(hub.COMMITS.items()))
     environment["code"] = keep_code(run_dir, args)
     environment["launch"] = name_of_launch()
     may_have_secrets = bool(args.get("tool_configs"))
@@ -344,38 +402,26 @@ def keep_code(run_dir: Path, args: dict[str, Any]) -> dict[str, str]:
 
 # --- Writes to a disk that may be full
 
-SHARED_MEMORY = "/dev/shm"  # the last resort: it is gone with the machine
-LAST = ("model", "model_merged")  # what a run ends with; step_N is another one's copy
 WAITING: dict[Path, bytes] = {}  # file -> lines that its disk has not taken yet
 
 
-def write_directory(path: Path, write_into: Callable[[Path], None]) -> Path:
-    """Have `write_into` fill a directory, which becomes `path`; returns where it is. On a disk that is full or cannot
-    be written to, the last model of a run goes to the first other place that takes it, and a model of a step is left
-    out; both with a warning. Raises OSError or SafetensorError if no place takes the last one."""
+def write_directory(path: Path, write_into: Callable[[Path], None]) -> None:
+    """Have `write_into` fill a directory, which becomes `path`. On a disk that is full or cannot be written to a model
+    of a step is left out, with a warning. Raises UserError for the last model of a run."""
     from safetensors import SafetensorError
 
     try:
         fill(path, write_into)
-        return path
     except (OSError, SafetensorError) as error:
         problem = f"{path} cannot be written ({free_text(path.parent)}): {error}"
-        if path.name not in LAST:
-            print(f"WARNING: {problem}. The run goes on", flush=True)
-            return path
-        print(f"WARNING: {problem}", flush=True)
-        for place in (tempfile.gettempdir(), Path.cwd(), Path.home(), SHARED_MEMORY):
-            with contextlib.suppress(OSError, SafetensorError):
-                elsewhere = Path(tempfile.mkdtemp(prefix=f"{path.parent.name}_", dir=place)) / path.name
-                fill(elsewhere, write_into)
-                print(f"WARNING: the model is in {elsewhere}: move it to {path}", flush=True)
-                return elsewhere
-        raise
+        if path.name.startswith("model"):  # or model_merged
+            raise utils.UserError(problem) from error
+        print(f"WARNING: {problem}. The run goes on", flush=True)
 
 
 def fill(path: Path, write_into: Callable[[Path], None]) -> None:
     """Write a directory beside its place and put it there at the end: readers never see half a save, and nothing of a
-    failed one stays, for the next place may be on the same disk."""
+    failed one stays."""
     temporary = path.with_name(path.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -475,9 +521,21 @@ def keep_start_files(path: Path, start: Path, dtype: str, tied: bool, eos_ids: l
     write_config(path / "tokenizer_config.json", tokenizer)
 
 
+def asks_for_code(directory: Path) -> bool:
+    """Whether a model asks for code of its own, or its tokenizer does."""
+    files = [directory / name for name in ("config.json", "tokenizer_config.json")]
+    return any("auto_map" in json.loads(file.read_text()) for file in files if file.exists())
+
+
+def code_of(directory: Path | str) -> list[str]:
+    """The Python files of a model that asks for them, by name."""
+    model = Path(directory)
+    return sorted(file.name for file in model.glob("*.py")) if asks_for_code(model) else []
+
+
 def copy_start_files(path: Path, start: Path) -> None:
     """Copy the tokenizer's files, the configs and the code that `start` has over those in `path`."""
-    for name in (*TOKENIZER_FILES, "generation_config.json", *hub.code_of(start)):
+    for name in (*TOKENIZER_FILES, "generation_config.json", *code_of(start)):
         if (start / name).exists():
             shutil.copyfile(start / name, path / name)
     # If only a part of the start model was loaded, its config describes another architecture
