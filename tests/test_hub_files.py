@@ -221,13 +221,3 @@ def test_a_models_own_code_runs_with_the_flag_alone(own_code, monkeypatch):
     for load in (utils.load_causal_lm, estimate.config_of):
         with pytest.raises(utils.UserError, match=r"modeling_mine\.py.*--trust_remote_code"):
             load(args)
-
-
-def test_a_model_is_saved_with_its_code(own_code, tmp_path, world):
-    args = grpo.Args(model_name_or_path=str(own_code), model_dtype="float32", trust_remote_code=True)
-    policy = grpo.load_policy(args, world)
-    out = utils.save_model(policy, utils.load_tokenizer(args), tmp_path / "model", args, world)
-    for name in CODE:
-        assert (out / name).read_bytes() == (own_code / name).read_bytes()
-    again = grpo.Args(model_name_or_path=str(out), model_dtype="float32", trust_remote_code=True)
-    assert type(utils.load_causal_lm(again)).__name__ == "MineForCausalLM"

@@ -3,9 +3,7 @@
 import gzip
 import json
 import re
-import shutil
 import stat
-import subprocess
 import sys
 
 import pytest
@@ -71,21 +69,6 @@ def test_a_trace_has_what_its_step_did_and_nothing_else(tmp_path, world):
     (trace,) = args.run_dir.glob("profile/*")
     names = {event["name"] for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
     assert "aten::sum" in names and "aten::cos" not in names
-
-
-def test_a_run_is_dirty_where_its_diff_has_something(tmp_path, monkeypatch):
-    """A file that git does not know, such as rows of one's own, is in no diff."""
-    command = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x"]
-    (tmp_path / "known.py").write_text("x = 1\n")
-    for more in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
-        subprocess.run([*command, *more], check=True)
-    monkeypatch.setattr(utils, "REPO", tmp_path)
-    (tmp_path / "rows.jsonl").touch()
-    assert run_files.provenance()["git_dirty"] is False
-    (tmp_path / "known.py").write_text("x = 2\n")
-    assert run_files.provenance()["git_dirty"] is True
-    shutil.rmtree(tmp_path / ".git")
-    assert run_files.provenance()["git_dirty"] is False
 
 
 # --- Keys and passwords -----------------------------------------------------------------------------------------------

@@ -57,18 +57,6 @@ def whole(tiny_models, data, tmp_path_factory):  # noqa: F811
     return out / "whole"
 
 
-@pytest.mark.house
-def test_a_run_with_adapters_resumes(whole, tiny_models, data, tmp_path):  # noqa: F811
-    for flags in ("--total_episodes 128", "--total_episodes 256 --resume --resume_anyway"):
-        line = command(tiny_models(), data, tmp_path, f"--exp_name broken {SAME} {flags}")
-        check(programs.run(line, **ENV))
-    broken = tmp_path / "broken"
-    a, b = ([untimed(row) for row in read(path / "metrics.jsonl")] for path in (whole, broken))
-    assert a == b and len(a) == 4
-    a, b = (weights(path / "model_merged") for path in (whole, broken))
-    assert all(torch.equal(a[name], b[name]) for name in a)
-
-
 def test_adapters_in_processes_of_their_own(whole, tiny_models, data, tmp_path):  # noqa: F811
     """grpo_fast.py, strictly on-policy: the weights of grpo.py."""
     line = f"--exp_name fast --total_episodes 192 {SAME} --num_learners_per_node 1 --vllm_num_engines 1 --async_steps 0"
