@@ -1081,7 +1081,7 @@ def make_optimizer(policy: Policy, args: Args) -> tuple[torch.optim.Optimizer, A
     others = [p for p in trained if p.ndim < 2]
     decayed = {"params": matrices, "weight_decay": args.weight_decay}
     undecayed = {"params": others, "weight_decay": 0.0}
-    optimizer = utils.adamw(args)([decayed, undecayed], lr=args.learning_rate, fused=True)
+    optimizer = torch.optim.AdamW([decayed, undecayed], lr=args.learning_rate, fused=True)
 
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # a step without gradient ticks too
     ticks = num_training_steps(args) * args.num_epochs * args.num_mini_batches
@@ -1612,9 +1612,9 @@ def clip_gradient(policy: torch.nn.Module, args: Any, world: World, metrics: Met
     which may not be finite. In float16 the gradient is first freed of the loss's scale, which then adapts."""
     scaled = args.model_dtype == "float16"
     if scaled:
-        from scripts.parts import optimizers
+        from scripts.parts import loss_scale
 
-        optimizers.unscale(policy)
+        loss_scale.unscale(policy)
     free_for_moments(world.device)
     # on a CPU foreach would take 1 s of a start: it plans the DTensors of all parameters in one call
     options = {} if world.device.type == "cuda" else {"foreach": False}
@@ -1625,9 +1625,9 @@ def clip_gradient(policy: torch.nn.Module, args: Any, world: World, metrics: Met
     norm = float(norm)
     metrics.add("optim/grad_norm", norm)
     if scaled:
-        from scripts.parts import optimizers
+        from scripts.parts import loss_scale
 
-        optimizers.adapt(policy, norm, args.sequence_parallel_size / world.size, metrics)
+        loss_scale.adapt(policy, norm, args.sequence_parallel_size / world.size, metrics)
     return norm
 
 

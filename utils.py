@@ -478,7 +478,7 @@ class ModelFlags(Refusing):
     that needs it."""
     model_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Compute dtype of learner and engine. auto: bfloat16 if this machine is fast in it, else float32. Master weights,
-    Adam state, log-softmax and the reduction of gradients are float32. float16 scales the loss: parts/optimizers.py."""
+    Adam state, log-softmax and the reduction of gradients are float32. float16 scales the loss: parts/loss_scale.py."""
     lora_rank: NotNegative[int] = 0
     """Train adapters of this rank only: W + lora_alpha / lora_rank * B A (LoRA, arXiv:2106.09685). 0: train all
     weights."""
@@ -509,9 +509,9 @@ class ModelFlags(Refusing):
     fsdp_shard_size: NotNegative[int] = 0
     """Shard within groups of this many learners, such as those of a node, and replicate across groups: only gradients
     travel between groups. 0: shard over all. Must divide the learners; needs --deepspeed_stage 2 or 3."""
-    offload: list[Literal["reference", "optimizer"]] = field(default_factory=list)
-    """What is in host memory while the GPU does not need it: the reference policy's shards, Adam's moments. The same
-    numbers, for time on PCIe. See parts/optimizers.py."""
+    offload: list[Literal["reference"]] = field(default_factory=list)
+    """What is in host memory while the GPU does not need it: the reference policy's shards. The same numbers, for time
+    on PCIe."""
     sequence_parallel_size: Positive[int] = 1
     """Learners that share the tokens of a pack and its activations (DeepSpeed-Ulysses, arXiv:2309.14509). Must divide
     the number of learners and the model's attention heads."""
@@ -1972,9 +1972,9 @@ def shard_model(module: torch.nn.Module, model: Any, args: Flags, world: World) 
         frees = args.deepspeed_stage == 3 and group is not stays
         fully_shard(group, **options, reshard_after_forward=frees)
     if trains and compute_dtype is torch.float16:
-        from scripts.parts import optimizers
+        from scripts.parts import loss_scale
 
-        optimizers.add(module)
+        loss_scale.add(module)
     cast_weights(module, names, args)
     return fully_shard(module, **options, reshard_after_forward=False)
 
@@ -2128,15 +2128,6 @@ def gradient_sync(module: Any, args: Flags, last: bool) -> None:
         module.set_requires_all_reduce(last)
     if args.deepspeed_stage != 3:
         module.set_reshard_after_backward(last)
-
-
-def adamw(args: Flags) -> type[torch.optim.AdamW]:
-    """The optimizer's class."""
-    if "optimizer" not in args.offload:
-        return torch.optim.AdamW
-    from scripts.parts import optimizers
-
-    return optimizers.OffloadedAdamW
 
 
 def dither(weight: Tensor, seed: int) -> None:

@@ -490,12 +490,6 @@ def muon_args(model, *flags):
     return test_learner.make_args(model, *more.split(), *flags)
 
 
-def test_muon_refuses_offloaded_moments(fork, tiny_models, world):
-    grpo = fork("muon")
-    with pytest.raises(grpo.utils.UserError, match="--muon: --offload optimizer"):
-        grpo.load_learner(muon_args(tiny_models(), "--offload", "optimizer"), world)
-
-
 TWO_RANKS = """
     import sys
     from pathlib import Path

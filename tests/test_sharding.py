@@ -87,21 +87,19 @@ def test_a_layer_that_draws_numbers_is_refused(tiny_models, world):
     handle.remove()
 
 
-OFFLOAD = "--beta 0.1 --load_ref_policy --offload reference optimizer".split()
+OFFLOAD = "--beta 0.1 --load_ref_policy --offload reference".split()
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_is_in_host_memory_changes_no_bit(tiny_models, world, stage):
-    """Three updates by Adam, with moments and the reference policy in host memory and without."""
+    """Three updates by Adam, with the reference policy in host memory and without."""
     weights = []
     for flags in (OFFLOAD, OFFLOAD[:3]):
         learner = grpo.load_learner(make_args(tiny_models(), "--deepspeed_stage", stage, *flags), world)
         for seed in range(3):
             learn(learner, flags, tiny_models(), world, seed)
         weights.append(master_weights(learner))
-    assert type(learner.optimizer) is torch.optim.AdamW and all(
-        torch.equal(*pair) for pair in zip(*weights, strict=True)
-    )
+    assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))
 
 
 def learn(learner, flags, model, world, seed):

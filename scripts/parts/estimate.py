@@ -254,9 +254,6 @@ def memory_parts(setup: Setup, counted: Counted) -> dict[str, float]:
     if "reference" in args.offload:
         parts["reference"] = more
         parts["host"] += kept
-    if "optimizer" in args.offload:
-        parts["host"] += parts["Adam"]
-        parts["Adam"] = 0.0
     if not setup.shared_gpu:
         largest = policy.itemsize * policy.model.get_output_embeddings().weight.numel()
         parts["buckets"] = min(policy.itemsize * policy.all, 4 * BUCKET + largest)
