@@ -878,10 +878,12 @@ def add_bos(tokenizer: "Tokenizer", model: str) -> None:
 def start_dir(args: Flags, flag: str = "model_name_or_path") -> str:
     """The directory with the files of --model_name_or_path: itself, or in the hub's cache those of the run's commit.
     `flag` is the flag that named the model, for the error. Raises UserError."""
-    from scripts.parts import run_files
+    if Path(args.model_name_or_path).is_dir():
+        return args.model_name_or_path
+    from scripts.parts import hub
 
     try:
-        return str(run_files.model_dir(args.model_name_or_path, args.model_revision))
+        return str(hub.model(args.model_name_or_path, args.model_revision))
     except ValueError as error:
         raise UserError(f"--{flag} {args.model_name_or_path}: {error}") from None
 
@@ -958,9 +960,10 @@ def read_rows(flag: str, name: str, amount: float, split: str, args: Flags) -> I
         from scripts.parts import rows
 
         command += rows.options(args)
-    from scripts.parts import run_files
+    if not Path(name).exists():
+        from scripts.parts import hub
 
-    command += run_files.commit_for_rows(flag, name)
+        command += hub.commit_for_rows(flag, name)
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         for line in process.stdout or ():
             row = json.loads(line)

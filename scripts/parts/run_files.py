@@ -113,24 +113,6 @@ def share_commits(args: Any, world: utils.World) -> None:
         hub.share(args, world)
 
 
-def model_dir(name: str, revision: str | None = None) -> Path:
-    """The directory of a model: itself, or that in the hub's cache, which is filled. Raises UserError."""
-    if Path(name).is_dir():
-        return Path(name)
-    from scripts.parts import hub
-
-    return hub.model(name, revision)
-
-
-def commit_for_rows(flag: str, name: str) -> list[str]:
-    """What scripts/rows.py is told of a data set's commit. Raises UserError."""
-    if Path(name).exists():
-        return []
-    from scripts.parts import hub
-
-    return hub.commit_for_rows(flag, name)
-
-
 def on_this_machine(name: str, revision: str | None) -> Path | None:
     """Where this machine has a model's config.json, without a question to the hub: the directory, or that of the cache.
     None: nowhere."""

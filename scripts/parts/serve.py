@@ -20,7 +20,7 @@ import torch
 from transformers import AutoConfig
 
 import utils
-from scripts.parts import run_files, solver
+from scripts.parts import hub, solver
 
 START_TIMEOUT_S = 1200.0  # a large model may have to be read from a slow disk
 # torchrun's variables describe the process that started this one. VLLM_SERVER_DEV_MODE opens endpoints without a key.
@@ -128,7 +128,7 @@ def server_command(
 ) -> list[str]:
     """A server's command line without its port. The key is no part of it. Raises OSError or ValueError if the model
     cannot be found."""
-    directory = run_files.model_dir(model)  # of which the server asks the hub nothing
+    directory = Path(model) if Path(model).is_dir() else hub.model(model)  # of which the server asks the hub nothing
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     positions = config.get_text_config().max_position_embeddings
     length = min(max_model_len, positions)
