@@ -121,11 +121,6 @@ class Replies(NamedTuple):
     share: float
 
 
-def shown(url: str) -> str:
-    """An address without user, password and query."""
-    return re.sub(r"(?<=://)[^/?#\s]*@", "", url).partition("?")[0]
-
-
 class ChatModel:
     """A model behind servers with OpenAI's chat API. max_concurrency requests, of n replies each, run at a time, of
     whatever threads. timeout_s is the time of one with all its tries. sampling: parameters of every request."""
@@ -148,7 +143,7 @@ class ChatModel:
                 client = self.client(url, api_key)
                 self.in_time(self.complete(client.with_options(max_retries=2), lambda share: "Say OK.", n=1))
             except (NoReply, httpx2.InvalidURL) as error:
-                raise UserError(f"model {self.model} at {shown(url)} gives no reply: {error}") from None
+                raise UserError(f"model {self.model} at {url.rpartition('@')[2]} gives no reply: {error}") from None
             clients.append(client)
         # Messages with the same beginning go to one server, whose prefix cache has it. New beginnings take turns.
         turns = itertools.cycle(clients)

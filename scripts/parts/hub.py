@@ -110,7 +110,9 @@ def go_offline() -> None:
 
 @functools.cache  # a save finds the directory of the start, whatever has become of the cache
 def model(name: str, revision: str | None = None) -> Path:
-    """The directory of a model in the hub's cache, which is filled. Raises UserError."""
+    """The directory of a model: itself, or that in the hub's cache, which is filled. Raises UserError."""
+    if Path(name).is_dir():
+        return Path(name)
     commit = commit_of("model", name, revision)
     return patiently("model", name, revision, lambda: snapshot("model", name, commit))
 
@@ -149,7 +151,9 @@ def cached(kind: str, name: str, commit: str) -> Path | None:
     except errors.CachedRepoTreeNotFoundError:
         return None
     paths = [look(file) for file in files]
-    return Path(paths[0]).parents[files[0].count("/")] if paths and all(isinstance(p, str) for p in paths) else None
+    if not paths or not all(isinstance(path, str) for path in paths):
+        return None
+    return Path(paths[0]).parents[files[0].count("/")]
 
 
 def needed(kind: str, name: str, commit: str) -> list[str]:

@@ -102,7 +102,11 @@ def names_hub(args: dict[str, Any]) -> bool:
     names = [args["model_name_or_path"], args.get("ref_model_name_or_path")]
     for flag in ("dataset_mixer_list", "dataset_mixer_eval_list"):
         names += args.get(flag, [])[::2]
-    return any(name and not Path(name).exists() and not name.startswith("reasoning_gym:") for name in names)
+    for name in names:
+        is_made_here = not name or name.startswith("reasoning_gym:")
+        if not is_made_here and not Path(name).exists():
+            return True
+    return False
 
 
 def share_commits(args: Any, world: utils.World) -> None:
@@ -259,8 +263,9 @@ def hide_secrets(entry: dict[str, Any]) -> dict[str, Any]:
     """An object of JSON. `$NAME`, or `Bearer $NAME`, is no secret: the environment has it."""
     shown = {}
     for name, value in entry.items():
-        is_secret = SECRET.search(name) and isinstance(value, str) and not VARIABLE.fullmatch(value)
-        shown[name] = HIDDEN if is_secret else value
+        shown[name] = value
+        if SECRET.search(name) and isinstance(value, str) and not VARIABLE.fullmatch(value):
+            shown[name] = HIDDEN
     return shown
 
 
@@ -374,12 +379,16 @@ def code_differences(run_dir: Path, args: dict[str, Any]) -> list[str]:
 
 def keep_code(run_dir: Path, args: dict[str, Any]) -> dict[str, str]:
     """Copy all into RUN/code; returns the sha256 of each file by its name there. Raises OSError."""
-    contents = {name: path.read_bytes() for name, path in files_of(args).items()} | {"changes.diff": uncommitted()}
+    contents = {"changes.diff": uncommitted()}
+    for name, path in files_of(args).items():
+        contents[name] = path.read_bytes()
+    hashes = {}
     for name, content in contents.items():
         path = run_dir / "code" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         write_aside(path, content, private=True)  # it may have anybody's key in it
-    return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+        hashes[name] = hashlib.sha256(content).hexdigest()
+    return hashes
 
 
 # --- Writes to a disk that may be full

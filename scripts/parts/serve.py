@@ -128,7 +128,7 @@ def server_command(
 ) -> list[str]:
     """A server's command line without its port. The key is no part of it. Raises OSError or ValueError if the model
     cannot be found."""
-    directory = Path(model) if Path(model).is_dir() else hub.model(model)  # of which the server asks the hub nothing
+    directory = hub.model(model)  # of which the server asks the hub nothing
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     positions = config.get_text_config().max_position_embeddings
     length = min(max_model_len, positions)

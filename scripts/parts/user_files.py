@@ -254,7 +254,9 @@ def judge_groups(rollouts: Sequence[Any], timeout_s: float = 10.0) -> None:
 
     for group, place, future in calls:
         result = future.result()
-        scored = result.score if isinstance(result.score, list) else [{}] * len(group)  # a call that failed
+        scored: Any = result.score
+        if not isinstance(scored, list):  # the call failed
+            scored = [{}] * len(group)
         for r, fields in zip(group, scored, strict=True):
             r.scoring[place] = Future()
             r.scoring[place].set_result(dataclasses.replace(result, **fields))
