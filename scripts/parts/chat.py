@@ -143,7 +143,9 @@ class ChatModel:
                 client = self.client(url, api_key)
                 self.in_time(self.complete(client.with_options(max_retries=2), lambda share: "Say OK.", n=1))
             except (NoReply, httpx2.InvalidURL) as error:
-                raise UserError(f"model {self.model} at {url.rpartition('@')[2]} gives no reply: {error}") from None
+                raise UserError(
+                    f"model {self.model} at {url.rpartition('@')[2].partition('?')[0]} gives no reply: {error}"
+                ) from None
             clients.append(client)
         # Messages with the same beginning go to one server, whose prefix cache has it. New beginnings take turns.
         turns = itertools.cycle(clients)

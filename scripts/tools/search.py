@@ -95,7 +95,7 @@ def search_url(config: dict, query: str, top_k: int) -> list[dict]:
             problem = f"{type(error).__name__}: {error}" if str(error) else f"no answer within {seconds:.3g} s"
         if time.monotonic() + delay >= end:
             break
-    raise ConnectionError(f"{url.rpartition('@')[2]}: {problem}")
+    raise ConnectionError(f"{url.rpartition('@')[2].partition('?')[0]}: {problem}")
 
 
 def seconds_of_call(config: dict) -> float:
