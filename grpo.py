@@ -1076,7 +1076,7 @@ def make_optimizer(policy: Policy, args: Args) -> tuple[torch.optim.Optimizer, A
     others = [p for p in trained if p.ndim < 2]
     decayed = {"params": matrices, "weight_decay": args.weight_decay}
     undecayed = {"params": others, "weight_decay": 0.0}
-    optimizer = utils.adamw(args)([decayed, undecayed], lr=args.learning_rate, fused=True)
+    optimizer = torch.optim.AdamW([decayed, undecayed], lr=args.learning_rate, fused=True)
 
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # a step without gradient ticks too
     ticks = num_training_steps(args) * args.num_epochs * args.num_mini_batches
@@ -1607,9 +1607,9 @@ def clip_gradient(policy: torch.nn.Module, args: Any, world: World, metrics: Met
     which may not be finite. In float16 the gradient is first freed of the loss's scale, which then adapts."""
     scaled = args.model_dtype == "float16"
     if scaled:
-        from scripts.parts import optimizers
+        from scripts.parts import loss_scale
 
-        optimizers.unscale(policy)
+        loss_scale.unscale(policy)
     free_for_moments(world.device)
     # on a CPU foreach would take 1 s of a start: it plans the DTensors of all parameters in one call
     options = {} if world.device.type == "cuda" else {"foreach": False}
@@ -1620,9 +1620,9 @@ def clip_gradient(policy: torch.nn.Module, args: Any, world: World, metrics: Met
     norm = float(norm)
     metrics.add("optim/grad_norm", norm)
     if scaled:
-        from scripts.parts import optimizers
+        from scripts.parts import loss_scale
 
-        optimizers.adapt(policy, norm, args.sequence_parallel_size / world.size, metrics)
+        loss_scale.adapt(policy, norm, args.sequence_parallel_size / world.size, metrics)
     return norm
 
 
@@ -1799,13 +1799,13 @@ def start_reward_models(args: Args, run_dir: Path, world: World) -> Any:
 
 def main(args: Args) -> Path | None:
     """Train; returns the run's directory (None after --dry_run)."""
-    from scripts.parts import hub
+    from scripts.parts import run_files
 
     args = check_start(args)
     if args.dry_run:
         return None
     world = utils.init_distributed()
-    hub.share(args, world)
+    run_files.share_commits(args, world)
     args = choose_dtype(args, world)
     run = set_up(args, world)
     run.servers = start_reward_models(args, run.run_dir, world)
@@ -1917,50 +1917,19 @@ def send_first_weights(run: Run, engine: utils.Engine) -> Any:
     them back for the check, and gets them again. All ranks."""
     from scripts.parts import guards
 
+    utils.say("start    engines, once loaded, get the first weights and show that they have the learner's logprobs")
     run.echo = guards.Echo(run.args)
     world = run.world
     policy = run.learner.policy
-    gap = None
-    for version, check in starts(policy, run.args, run.state["step"], world.size):
-        load_engine(run, engine, version)
-        probe = sample_probes(engine, run, world.rank, guards.GAP_PROMPTS, world.size)
-        engine.sleep()
-        gap = check(policy, probe, run.args, world)
+    step = run.state["step"]
+    load_engine(run, engine, step)
+    probe = sample_probes(engine, run, world.rank, guards.GAP_PROMPTS, world.size)
+    engine.sleep()
+    gap = measure_gap(policy, probe, run.args, world)
+    utils.shard_again(policy)  # an engine that slept wakes next, beside the memory that the gap leaves in use
     if engine.asleep:
-        load_engine(run, engine, run.state["step"])
+        load_engine(run, engine, step)
     return gap
-
-
-class Start(NamedTuple):
-    """A version of the weights to send to the engines before the first rollout, and the check that they arrived."""
-
-    version: int
-    check: Callable[..., Any]  # of what an engine samples: check_trial or measure_gap
-
-
-def starts(policy: Policy, args: Args, step: int, engines: int) -> Iterator[Start]:
-    """What to send to the engines before the first rollout: with --lora_rank a trial of all adapters, then the
-    policy's own weights. While the caller handles a Start, the policy holds the weights of that Start."""
-    utils.say("start    engines, once loaded, get the first weights and show that they have the learner's logprobs")
-    if args.lora_rank:
-        from scripts.parts import adapters
-
-        with adapters.trial_adapters(policy, args.seed):
-            yield Start(step - 1, functools.partial(check_trial, engines))
-    yield Start(step, measure_gap)
-    utils.shard_again(policy)  # an engine that slept wakes next, beside the memory that a check leaves in use
-
-
-def check_trial(engines: int, policy: Policy, groups: Sequence[Group], args: Args, world: World) -> None:
-    """Raise UserError unless each engine has all adapters: see scripts/parts/adapters.py. All ranks, inside
-    adapters.trial_adapters."""
-    from scripts.parts import adapters
-
-    rollouts = all_rollouts(share_groups(groups, args))
-    batch = make_batch([[[r]] for r in rollouts], world.device)
-    fill_logprobs(policy, [batch], "old_logprobs", 1, args)
-    fill_logprobs(policy, [batch], "ref_logprobs", 1, args)  # without adapters
-    adapters.check_trial(batch, engines, args, world)
 
 
 def measure_gap(policy: Policy, groups: Sequence[Group], args: Args, world: World) -> Any:

@@ -1105,10 +1105,10 @@ def run_learner(args: Args, roles: Roles, meeting: Any) -> Path:
     manifest = plan_weights(policy, args)
     sender = start_sender(run, roles, meeting) if world.is_main else None
 
-    gap = None
-    for version, check in grpo.starts(policy, args, state["step"], roles.engines):
-        send_weights(policy, manifest, sender, args, version, state["cursor"])
-        gap = check_engines(run, version, check)
+    utils.say("start    engines, once loaded, get the first weights and show that they have the learner's logprobs")
+    send_weights(policy, manifest, sender, args, state["step"], state["cursor"])
+    gap = check_engines(run, state["step"])
+    utils.shard_again(policy)
     processes = f"{roles.learners} learners, {roles.engines} engines, async_steps {args.async_steps}; "
     grpo.start_log(run, gap, roles.engines, processes)
     meeting.begin()
@@ -1185,9 +1185,8 @@ def make_collector(run: grpo.Run, sender: Sender) -> Collector:
     return collector
 
 
-def check_engines(run: grpo.Run, version: int, check: Callable[..., Any] = grpo.measure_gap) -> Any:
-    """The logprob gap, or another check, of short responses of each engine to the learners' present weights, `version`.
-    All learners."""
+def check_engines(run: grpo.Run, version: int) -> Any:
+    """The logprob gap of short responses of each engine to the learners' present weights, `version`. All learners."""
     from scripts.parts import guards
 
     box: list[list[Group]] = [[]]
@@ -1197,7 +1196,7 @@ def check_engines(run: grpo.Run, version: int, check: Callable[..., Any] = grpo.
             run.engine.wait_loaded(version)
             box = [grpo.sample_probes(run.engine, run, 0, guards.GAP_PROMPTS * engines, 1)]
     dist.broadcast_object_list(box)
-    return check(run.learner.policy, box[0], run.args, run.world)
+    return grpo.measure_gap(run.learner.policy, box[0], run.args, run.world)
 
 
 class Header(NamedTuple):
@@ -1326,7 +1325,7 @@ def main(args: Args) -> None:
     if meeting.restarted:
         args = utils.after_restart(args)
     utils.STOP.tell = meeting.keep_last_words
-    hub.share_by_store(args, meeting.store, roles.learners)
+    hub.share_by_store(args, meeting.store)
     if utils.is_first_rank():
         from scripts.parts import plan
 

@@ -478,7 +478,7 @@ class ModelFlags(Refusing):
     that needs it."""
     model_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Compute dtype of learner and engine. auto: bfloat16 if this machine is fast in it, else float32. Master weights,
-    Adam state, log-softmax and the reduction of gradients are float32. float16 scales the loss: parts/optimizers.py."""
+    Adam state, log-softmax and the reduction of gradients are float32. float16 scales the loss: parts/loss_scale.py."""
     lora_rank: NotNegative[int] = 0
     """Train adapters of this rank only: W + lora_alpha / lora_rank * B A (LoRA, arXiv:2106.09685). 0: train all
     weights."""
@@ -509,9 +509,9 @@ class ModelFlags(Refusing):
     fsdp_shard_size: NotNegative[int] = 0
     """Shard within groups of this many learners, such as those of a node, and replicate across groups: only gradients
     travel between groups. 0: shard over all. Must divide the learners; needs --deepspeed_stage 2 or 3."""
-    offload: list[Literal["reference", "optimizer"]] = field(default_factory=list)
-    """What is in host memory while the GPU does not need it: the reference policy's shards, Adam's moments. The same
-    numbers, for time on PCIe. See parts/optimizers.py."""
+    offload: list[Literal["reference"]] = field(default_factory=list)
+    """What is in host memory while the GPU does not need it: the reference policy's shards. The same numbers, for time
+    on PCIe."""
     sequence_parallel_size: Positive[int] = 1
     """Learners that share the tokens of a pack and its activations (DeepSpeed-Ulysses, arXiv:2309.14509). Must divide
     the number of learners and the model's attention heads."""
@@ -715,10 +715,10 @@ class Flags(rewards.RewardFlags, ProcessFlags, TurnFlags, TrackingFlags, EngineF
         """What vLLM says against --vllm_kwargs, or "". A model that is not on this machine yet has no part in it."""
         from vllm.engine.arg_utils import EngineArgs
 
-        from scripts.parts import hub
+        from scripts.parts import run_files
 
         options = self.more_engine_options()
-        directory = hub.on_this_machine(self.model_name_or_path, self.model_revision)
+        directory = run_files.on_this_machine(self.model_name_or_path, self.model_revision)
         try:
             options |= {"dtype": self.model_dtype, "trust_remote_code": self.trust_remote_code}
             engine = EngineArgs(model=str(directory), **options)
@@ -873,6 +873,8 @@ def add_bos(tokenizer: "Tokenizer", model: str) -> None:
 def start_dir(args: Flags, flag: str = "model_name_or_path") -> str:
     """The directory with the files of --model_name_or_path: itself, or in the hub's cache those of the run's commit.
     `flag` is the flag that named the model, for the error. Raises UserError."""
+    if Path(args.model_name_or_path).is_dir():
+        return args.model_name_or_path
     from scripts.parts import hub
 
     try:
@@ -892,9 +894,9 @@ def pretrained(kind: Any, args: Flags, flag: str = "model_name_or_path", directo
     except (OSError, ValueError) as error:  # no tokenizer in it, say
         problem = " ".join(str(error).split())
         if "trust_remote_code" in problem:
-            from scripts.parts import hub
+            from scripts.parts import run_files
 
-            files = ", ".join(hub.code_of(Path(directory))) or "of another repository, see auto_map in its config.json"
+            files = ", ".join(run_files.code_of(directory)) or "of another repository, see auto_map in its config.json"
             problem = f"it has code of its own, which would run as you: read {files} in {directory}, then add "
             problem += "--trust_remote_code"
         raise UserError(f"--{flag} {args.model_name_or_path}: {problem}") from None
@@ -953,9 +955,10 @@ def read_rows(flag: str, name: str, amount: float, split: str, args: Flags) -> I
         from scripts.parts import rows
 
         command += rows.options(args)
-    from scripts.parts import hub
+    if not Path(name).exists():
+        from scripts.parts import hub
 
-    command += hub.commit_for_rows(flag, name)
+        command += hub.commit_for_rows(flag, name)
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         for line in process.stdout or ():
             row = json.loads(line)
@@ -1967,9 +1970,9 @@ def shard_model(module: torch.nn.Module, model: Any, args: Flags, world: World) 
         frees = args.deepspeed_stage == 3 and group is not stays
         fully_shard(group, **options, reshard_after_forward=frees)
     if trains and compute_dtype is torch.float16:
-        from scripts.parts import optimizers
+        from scripts.parts import loss_scale
 
-        optimizers.add(module)
+        loss_scale.add(module)
     cast_weights(module, names, args)
     return fully_shard(module, **options, reshard_after_forward=False)
 
@@ -2123,15 +2126,6 @@ def gradient_sync(module: Any, args: Flags, last: bool) -> None:
         module.set_requires_all_reduce(last)
     if args.deepspeed_stage != 3:
         module.set_reshard_after_backward(last)
-
-
-def adamw(args: Flags) -> type[torch.optim.AdamW]:
-    """The optimizer's class."""
-    if "optimizer" not in args.offload:
-        return torch.optim.AdamW
-    from scripts.parts import optimizers
-
-    return optimizers.OffloadedAdamW
 
 
 def dither(weight: Tensor, seed: int) -> None:
@@ -2387,9 +2381,9 @@ def padded_shard(weight: Tensor, ranks: int, dtype: torch.dtype) -> Tensor:
 
 @unhurried()
 def save_model(policy: Any, tokenizer: "Tokenizer", path: Path, args: Flags, world: World) -> Path:
-    """Write the model in Hugging Face format; all ranks gather, rank 0 writes. Returns where it is, elsewhere if the
-    disk is full. If it has adapters, only they are written, in peft's format; --lora_merge also writes the merged model
-    to PATH_merged. Files that training does not change are the start model's own, byte for byte."""
+    """Write the model in Hugging Face format; all ranks gather, rank 0 writes. Returns where it is. If it has
+    adapters, only they are written, in peft's format; --lora_merge also writes the merged model to PATH_merged. Files
+    that training does not change are the start model's own, byte for byte."""
     shard_again(policy)
     if not has_adapters(policy.model):
         return _save_whole_model(policy, tokenizer, path, args, world)
@@ -2411,7 +2405,7 @@ def _save_whole_model(policy: Any, tokenizer: "Tokenizer", path: Path, args: Fla
         if world.is_main and not (tied and name == "lm_head.weight"):
             state[name] = tensor.to("cpu", copy=True)
     if world.is_main:
-        path = run_files.write_directory(path, functools.partial(_write_model, model, state, tokenizer, args))
+        run_files.write_directory(path, functools.partial(_write_model, model, state, tokenizer, args))
     dist.barrier()
     return path
 

@@ -26,8 +26,9 @@ def main() -> int:
     parser.add_argument("amount", metavar="AMOUNT", type=json.loads)
     parser.add_argument("--split", default="train")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--commit", default="", help="of a data set of the hub; default: its main's")
-    parser.add_argument("--fetch", action="store_true", help="print nothing: have the rows in the hub's cache")
+    parser.add_argument(
+        "--commit", default="", help="of a data set of the hub, which is in the cache; default: its main's"
+    )
     functions = "functions of a reward file, which score the rows that name no verifier"
     parser.add_argument("--functions", nargs="*", default=[], help=functions)
     parser.add_argument("--aliases", nargs="*", default=[], help="names that stand for one of them")
@@ -38,10 +39,11 @@ def main() -> int:
     scoring = rows.Scoring(*own, environment=args.environment)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the run answers to Ctrl-C
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # and may have read enough
+    if args.commit:  # a run has it in the cache
+        from scripts.parts import hub
+
+        hub.go_offline()
     try:
-        if args.fetch:
-            next(rows.dataset_rows(args.name, args.split, args.commit), None)
-            return 0
         for row in rows.drawn_rows(args.name, args.amount, args.split, args.seed, scoring, args.commit):
             print(json.dumps(row, default=str))
     except (ValueError, OSError) as error:  # OSError: a name that is too long, a file that may not be read

@@ -224,6 +224,7 @@ BROKEN = {
     "label cannot be scored": (ROW | {"ground_truth": "a few"}, "gsm8k: .*'a few'"),
     "too few labels": (ROW | {"ground_truth": ["1", "2"], "dataset": ["gsm8k"] * 3}, "2 ground truths for 3 verifiers"),
     "verifier is missing": (ROW | {"ground_truth": ["1", "2"], "dataset": ["gsm8k", None]}, "dataset|verifier"),
+    "source is no text": ({"prompt": "?", "data_source": ["a"], "answer": "1"}, "data_source"),
     "half a character": (ROW | {"messages": [{"role": "user", "content": "\ud800"}]}, "surrogates not allowed"),
 }
 
@@ -236,19 +237,6 @@ def test_broken_rows_are_refused_with_file_row_and_reason(tokenizer, tmp_path, r
 
 
 # --- Chat templates ---------------------------------------------------------------------------------------------------
-
-
-def test_the_system_prompt_file_replaces_the_rows_own(tokenizer, tmp_path):
-    rows = [ROW, ROW | {"messages": [{"role": "system", "content": "Be brief."}, USER]}]
-    path = write_jsonl(tmp_path / "a.jsonl", rows)
-    (tmp_path / "system.txt").write_text("Be kind.\n")
-    rest = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
-    assert [p.text for p in load(tokenizer, path, "1.0")] == [
-        rest,
-        "<|im_start|>system\nBe brief.<|im_end|>\n" + rest,
-    ]
-    replaced = load(tokenizer, path, "1.0", system_prompt_override_file=str(tmp_path / "system.txt"))
-    assert [p.text for p in replaced] == ["<|im_start|>system\nBe kind.<|im_end|>\n" + rest] * 2
 
 
 TURNS = [{"role": r, "content": c} for r, c in (("user", "Hi"), ("assistant", "Hello"), ("user", "Bye"))]
@@ -408,42 +396,6 @@ def test_responses_share_a_pack_with_their_prompt():
     assert batch.responses == 3
     with pytest.raises(ValueError, match="a batch of its own"):
         grpo.make_batch([[[TOOL, TWIN]], [[OTHER]]], CPU)
-
-
-@pytest.mark.parametrize(
-    "most, pieces",
-    [  # 2 prompt tokens before the segments of 2, 1 and 2 tokens
-        (4, [[0], [1], [2], [3]]),
-        (5, [[0, 1], [2], [3]]),
-        (99, [[0, 1, 2], [3]]),  # never two prompts
-    ],
-)
-def test_pieces_fill_up_to_their_length(most, pieces):
-    rollouts = [TOOL, TWIN, replace(TOOL), OTHER]
-    got = grpo.make_pieces(rollouts, most)
-    assert [[next(i for i, x in enumerate(rollouts) if x is r) for r in piece] for piece in got] == pieces
-    assert [grpo.piece_length(piece) for piece in got] == [
-        sum(len(rollouts[i].token_ids) for i in p) + len(rollouts[p[0]].prompt.token_ids) - 1 for p in pieces
-    ]
-
-
-@pytest.mark.parametrize(
-    "packing, size, length, shapes",
-    [
-        ("rows", 2, 99, [(2, 4), (1, 3)]),
-        ("plain", 1, 7, [(1, 6), (1, 4)]),
-        ("shared", 1, 99, [(1, 8)]),
-        ("shared", 1, 5, [(1, 5), (1, 3)]),
-    ],
-)
-def test_micro_batches_hold_every_response_once(packing, size, length, shapes):
-    args = grpo.Args(per_device_train_batch_size=size)
-    (packs,) = grpo.pack_rollouts([TOOL, TWIN, OTHER], packing, length)
-    batches = grpo.micro_batches(packs, packing, args, CPU)
-    assert [tuple(b.input_ids.shape) for b in batches] == shapes
-    chosen = [t for b in batches for t in b.targets[b.response_mask].tolist()]
-    assert sorted(chosen) == [2, 3, 3, 4, 8]
-    assert sum(b.responses for b in batches) == 3
 
 
 def test_excluded_prompts_are_replaced_by_their_neighbours():

@@ -161,16 +161,6 @@ def test_an_environment_that_always_fails_ends_a_run_that_learns_nothing(monkeyp
     assert ("line 9" in utils.STOP.because) == ends
 
 
-def test_gradients_that_are_not_finite_are_forgiven_twice(tmp_path):
-    guard = make_guards()
-    logger = types.SimpleNamespace(say=print)
-    run = types.SimpleNamespace(state={"nonfinite_in_a_row": 0}, run_dir=tmp_path, world=ONE, logger=logger)
-    for step, skipped in enumerate([1, 1, 0, 1, 1, 1]):
-        assert not utils.STOP.because
-        guard.judge_gradients(run, types.SimpleNamespace(number=step, batches=[]), skipped)
-    assert "non-finite" in utils.STOP.because and len(list(tmp_path.glob("nonfinite_step_*.pt"))) == 5
-
-
 # --- Echo -------------------------------------------------------------------------------------------------------------
 
 

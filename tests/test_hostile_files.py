@@ -115,25 +115,6 @@ class OwnFunction:
         return environments.load_state, ("",)
 
 
-def test_a_row_that_cannot_be_used_is_named(tmp_path):
-    """All were tracebacks."""
-    deep = '{"messages": [{"role": "user", "content": "?"}], "ground_truth": ' + "[" * 10_000 + "]" * 10_000 + "}"
-    rows = tmp_path / "rows.jsonl"
-    for row, reason in ((deep, "deep"), ('{"prompt": "?", "data_source": ["a"], "answer": "1"}', "data_source")):
-        rows.write_text(row + "\n")
-        assert reason in read_rows(str(rows))
-    assert "too long" in read_rows("x" * 5000 + ".jsonl")
-
-
-def read_rows(name):
-    """What scripts/rows.py says is wrong with a data set, or with its last row."""
-    command = [sys.executable, str(REPO / "scripts" / "rows.py"), name, "1.0"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    said = json.loads(done.stdout.splitlines()[-1])
-    assert not done.stderr and done.returncode == ("error" in said), done.stderr[-500:]
-    return said["error"] if "error" in said else f"{said['where']}: {said['problem']}"
-
-
 CLEARS_SCREEN = "\x1b[2J\x1b]52;c;aGk=\x07 \u202e"  # and writes to the clipboard, and turns the order of letters
 
 

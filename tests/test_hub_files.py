@@ -75,6 +75,7 @@ def forget():
     """As a new process: only the cache is known."""
     hub.COMMITS.clear()
     hub.model.cache_clear()
+    hub.data_set.cache_clear()
 
 
 def names_in(directory):
@@ -88,9 +89,7 @@ def asked(served):
 
 def test_a_start_asks_for_the_commit_and_a_run_for_nothing_more(served):
     directory = hub.model("tiny/start")
-    assert {path.name for path in (served.root / "models/tiny/start").iterdir()} == {
-        p.name for p in directory.iterdir()
-    }
+    assert names_in(served.root / "models/tiny/start") == names_in(directory)
     first = asked(served)
     args = grpo.Args(model_name_or_path="tiny/start", model_dtype="float32")
     utils.load_causal_lm(args)
@@ -118,18 +117,15 @@ def test_files_that_are_not_read_are_not_downloaded():
     files = "config.json tokenizer.json README.md model-00001-of-00002.safetensors model-00002-of-00002.safetensors "
     files += "model.safetensors.index.json consolidated.safetensors pytorch_model.bin original/model.safetensors x.py"
     left = {"README.md", "consolidated.safetensors", "pytorch_model.bin", "original/model.safetensors"}
-    assert set(files.split()) - set(hub.needed(files.split())) == left
-    assert "pytorch_model.bin" in hub.needed(["config.json", "pytorch_model.bin", "training_args.bin"])
-    assert "adapted.safetensors" in hub.needed(["config.json", "adapted.safetensors"])
+    assert set(files.split()) - set(hub.read_of_a_model(files.split())) == left
+    assert "pytorch_model.bin" in hub.read_of_a_model(["config.json", "pytorch_model.bin", "training_args.bin"])
+    assert "adapted.safetensors" in hub.read_of_a_model(["config.json", "adapted.safetensors"])
 
 
-def test_a_cache_that_others_have_filled_is_whole_with_its_weights(served):
+def test_what_a_cache_that_others_have_filled_lacks_is_downloaded(served):
     for name in ("config.json", "tokenizer_config.json"):
         huggingface_hub.hf_hub_download("tiny/start", name)
-    commit = hub.commit_of("model", "tiny/start")
-    assert hub.snapshot("tiny/start", commit) is None
-    huggingface_hub.hf_hub_download("tiny/start", "model.safetensors")
-    assert hub.snapshot("tiny/start", commit) is not None
+    assert names_in(hub.model("tiny/start")) == names_in(served.root / "models/tiny/start")
 
 
 FAULTS = {
@@ -190,28 +186,27 @@ def test_a_hub_without_an_answer_is_asked_once(served, monkeypatch):
             hub.model("other/model")
 
 
-def test_rows_are_of_the_commit_and_come_from_the_cache(served, tmp_path, monkeypatch):
-    """`datasets` keeps what it makes of a commit under the commit's name, which it does not promise."""
-    import datasets.config
-
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)  # other tests may have imported it before
-    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", served.url)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "home/datasets")
+def test_rows_are_of_the_commit_and_come_from_the_cache(served):
     folder = served.root / "datasets/tiny/rows"
-    folder.mkdir(parents=True)
-    rows = folder / "train.jsonl"
-    rows.write_text('{"question": "3?"}\n')
+    for part in ("train-0", "train-1"):
+        (folder / "main").mkdir(parents=True, exist_ok=True)
+        (folder / f"main/{part}.jsonl").write_text('{"question": "3?"}\n')
+    files = "config_name: main\n  data_files:\n  - split: train\n    path: main/train-*"
+    (folder / "README.md").write_text(f"---\nconfigs:\n- {files}\n---\n")
     commit = served.commit_of("datasets/tiny/rows")
-    assert next(part_of_rows.dataset_rows("tiny/rows", "train"))[1] == {"question": "3?"}
-    rows.write_text('{"question": "4?"}\n')
+
+    def read(name="tiny/rows", split="train", commit=""):
+        return [row["question"] for _, row in part_of_rows.read_rows(name, split, commit)]
+
+    assert read() == ["3?", "3?"]
+    (folder / "main/train-1.jsonl").write_text('{"question": "4?"}\n')
     forget()
-    assert next(part_of_rows.dataset_rows("tiny/rows", "train"))[1] == {"question": "4?"}
+    assert read("tiny/rows:main") == ["3?", "4?"]
     first = asked(served)
-    assert next(part_of_rows.dataset_rows("tiny/rows", "train", commit))[1] == {"question": "3?"}
-    assert asked(served) == first
-    for name, split, words in (("tiny/rows:x", "train", "tiny/rows:default"), ("tiny/rows", "x", "train")):
-        with pytest.raises(ValueError, match=f"{name}.*{words}"):
-            next(part_of_rows.dataset_rows(name, split))
+    assert read(commit=commit) == ["3?", "3?"] and asked(served) == first
+    for name, split, words in (("tiny/rows:x", "train", "main"), ("tiny/rows", "x", "train")):
+        with pytest.raises(ValueError, match=words):
+            read(name, split)
 
 
 @pytest.fixture
@@ -226,13 +221,3 @@ def test_a_models_own_code_runs_with_the_flag_alone(own_code, monkeypatch):
     for load in (utils.load_causal_lm, estimate.config_of):
         with pytest.raises(utils.UserError, match=r"modeling_mine\.py.*--trust_remote_code"):
             load(args)
-
-
-def test_a_model_is_saved_with_its_code(own_code, tmp_path, world):
-    args = grpo.Args(model_name_or_path=str(own_code), model_dtype="float32", trust_remote_code=True)
-    policy = grpo.load_policy(args, world)
-    out = utils.save_model(policy, utils.load_tokenizer(args), tmp_path / "model", args, world)
-    for name in CODE:
-        assert (out / name).read_bytes() == (own_code / name).read_bytes()
-    again = grpo.Args(model_name_or_path=str(out), model_dtype="float32", trust_remote_code=True)
-    assert type(utils.load_causal_lm(again)).__name__ == "MineForCausalLM"

@@ -8,7 +8,7 @@ import torch
 
 import grpo
 import utils
-from scripts.parts import checkpoints, optimizers
+from scripts.parts import checkpoints, loss_scale
 from tests.test_learner import make_args, make_rollouts
 
 HALF = "--model_dtype float16 --deepspeed_stage 3".split()
@@ -47,7 +47,7 @@ def update(args, learner, world, factor=1.0):
 
 
 def scale_of(learner):
-    return tuple(float(getattr(learner.policy, name)) for name in optimizers.BUFFERS)
+    return tuple(float(getattr(learner.policy, name)) for name in ("loss_scale", "good_steps"))
 
 
 @pytest.mark.parametrize("factor", [1.0, 1e-5])
@@ -101,7 +101,7 @@ def test_at_scale_1_a_gradient_that_is_not_finite_has_another_reason(tiny_models
 
 
 def test_good_steps_in_a_row_double_the_scale(tiny_models, world, monkeypatch):
-    monkeypatch.setattr(optimizers, "STEPS_TO_DOUBLE", 2)
+    monkeypatch.setattr(loss_scale, "STEPS_TO_DOUBLE", 2)
     args, learner = load(tiny_models(), world, *HALF)
     seen = []
     for factor in (1.0, math.inf, 1.0, 1.0):
@@ -109,32 +109,23 @@ def test_good_steps_in_a_row_double_the_scale(tiny_models, world, monkeypatch):
         seen.append(scale_of(learner))
     assert seen == [(2.0**16, 1), (2.0**15, 0), (2.0**15, 1), (2.0**16, 0)]
 
-    learner.policy.loss_scale.fill_(optimizers.LARGEST)
-    optimizers.adapt(learner.policy, 1.0, 1.0, utils.Metrics())
-    optimizers.adapt(learner.policy, 1.0, 1.0, utils.Metrics())
-    assert scale_of(learner) == (optimizers.LARGEST, 0)
+    learner.policy.loss_scale.fill_(loss_scale.LARGEST)
+    loss_scale.adapt(learner.policy, 1.0, 1.0, utils.Metrics())
+    loss_scale.adapt(learner.policy, 1.0, 1.0, utils.Metrics())
+    assert scale_of(learner) == (loss_scale.LARGEST, 0)
 
 
 @pytest.mark.parametrize("adapters", [[], ["--lora_rank", 4]])
 def test_a_checkpoint_has_the_scale(tiny_models, world, tmp_path, adapters):
-    """One of another dtype has none, and the run starts with the first."""
     args, learner = load(tiny_models(), world, *HALF, *adapters)
     update(args, learner, world, math.inf)
     update(args, learner, world)
-    save(tmp_path / "half", learner, args, world)
-    _, other = load(tiny_models(), world, "--deepspeed_stage", 3, *adapters)
-    save(tmp_path / "float32", other, args, world)
-
-    _, resumed = load(tiny_models(), world, *HALF, *adapters)
-    checkpoints.load(tmp_path / "half/checkpoints/step_1", resumed.modules(args), resumed.optimizer, world)
-    assert scale_of(resumed) == scale_of(learner) == (2.0**15, 1)
-    _, changed = load(tiny_models(), world, *HALF, *adapters)
-    checkpoints.load(tmp_path / "float32/checkpoints/step_1", changed.modules(args), changed.optimizer, world)
-    assert scale_of(changed) == (2.0**16, 0)
-    checkpoints.load(tmp_path / "half/checkpoints/step_1", other.modules(args), other.optimizer, world)
-
-
-def save(directory, learner, args, world):
-    writer = checkpoints.Writer(directory, 1, world)
+    writer = checkpoints.Writer(tmp_path, 1, world)
     writer.save(1, learner.modules(args), learner.optimizer, {})
     writer.wait()
+    path = tmp_path / "checkpoints/step_1"
+    _, resumed = load(tiny_models(), world, *HALF, *adapters)
+    checkpoints.load(path, resumed.modules(args), resumed.optimizer, world)
+    assert scale_of(resumed) == scale_of(learner) == (2.0**15, 1)
+    _, other = load(tiny_models(), world, "--deepspeed_stage", 3, *adapters)
+    checkpoints.load(path, other.modules(args), other.optimizer, world)

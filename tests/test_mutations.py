@@ -1,7 +1,6 @@
 """Lines that could be changed without a test that failed: each test here holds one (tests/README.md, Mutations)."""
 
 import collections
-import contextlib
 import math
 import random
 import time
@@ -17,7 +16,6 @@ import grpo
 import rewards
 import utils
 from scripts.parts import (
-    adapters,
     checkpoints,
     environments,
     guards,
@@ -370,15 +368,6 @@ def test_sums_of_a_run_and_shares_of_a_step(monkeypatch):
     assert (state["tokens"], state["seconds"], state["step"], state["episode"]) == (140.0, 12.0, 1, 8)
 
 
-def test_a_trial_of_adapters_has_the_version_before_the_start(monkeypatch):
-    """The weights that follow have the start's own: an engine that has loaded those has not seen the trial alone."""
-    monkeypatch.setattr(adapters, "trial_adapters", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(utils, "shard_again", lambda _: None)
-    policy: Any = None
-    assert [start.version for start in grpo.starts(policy, args_of("--lora_rank 4"), 5, 1)] == [4, 5]
-    assert [start.version for start in grpo.starts(policy, args_of(), 5, 1)] == [5]
-
-
 def test_every_rank_has_its_own_random_state_again(world, tmp_path):
     """A rank that the checkpoint has no file of takes rank 0's."""
     model = torch.nn.Linear(2, 2)
@@ -522,26 +511,6 @@ def test_a_request_finds_no_prefix_of_weights_loaded_before():
         engine.loads = loads
         engine.add("a", utils.Request((5,), 0, 1.0, 1))
     assert salts[0] == salts[1] != salts[2]
-
-
-@pytest.mark.parametrize("dtype, gap, change, refused", [
-    ("float32", 1.1e-6, 8.5e-5, None),
-    ("float32", 2e-5, 8.5e-5, "engine 1 are apart .* did not reach"),
-    ("float32", math.nan, 8.5e-5, "engine 1 are apart .* did not reach"),
-    ("float32", 0.0, 0.0, "adapters on"),
-    ("bfloat16", 0.01, 0.1, None),
-    ("bfloat16", 0.02, 0.1, "engine 1 are apart .* did not reach"),
-])  # fmt: skip
-def test_rounding_is_no_missing_adapter_and_a_reference_has_none(dtype, gap, change, refused):
-    """Of each of two engines two tokens, of which adapters change the first's logprob. The second engine is off."""
-    old = torch.tensor([[-1.0933, -1.9e-5]] * 2)
-    batch: Any = SimpleNamespace(response_mask=torch.ones(2, 2, dtype=torch.bool), old_logprobs=old)
-    batch.rollouts = [SimpleNamespace(position=position) for position in range(2)]
-    batch.vllm_logprobs = old + torch.tensor([[0.0], [gap]])
-    batch.ref_logprobs = old + torch.tensor([change, 0.0])
-    args = args_of(f"--model_dtype {dtype}")
-    with pytest.raises(utils.UserError, match=refused) if refused else contextlib.nullcontext():
-        adapters.check_trial(batch, 2, args, ONE)
 
 
 def test_a_tied_head_is_sent_under_its_own_name():

@@ -11,7 +11,7 @@ from tests.conftest import REPO
 
 ORDER = ("grpo_fast", "grpo", "utils", "rewards")
 # What every run has; all others belong to a flag, to a kind of row or to an engine.
-OF_EVERY_RUN = {"checks", "guards", "hidden", "hub", "packing", "plan", "probe", "run_files"}
+OF_EVERY_RUN = {"checks", "guards", "packing", "plan", "probe", "run_files"}
 
 
 def imports(tree: ast.AST) -> list[str]:

@@ -141,17 +141,13 @@ def test_a_run_keeps_what_it_ran_and_a_resume_says_what_changed(tmp_path, monkey
 
     diff[0] = b"another change"
     claim(tmp_path, resume=True, **own)
-    assert {p.read_bytes() for p in code.glob("changes.diff*")} == {b"a change", b"another change"}
+    assert (code / "changes.diff").read_bytes() == b"another change"
 
     reward.write_text("def mine(response, ground_truth): return 0")
-    with pytest.raises(ValueError, match=r"holds a run that differs \(reward_file/mine.py: sha256 \w{8} then"):
+    with pytest.raises(ValueError, match=r"holds a run that differs \(reward_file/mine.py: "):
         claim(tmp_path, resume=True, **own)
     claim(tmp_path, resume=True, resume_anyway=True, **own)
-    assert len(list((code / "reward_file").iterdir())) == 2
     claim(tmp_path, resume=True, **own)  # it is this run's now
-
-    diff[0] = b""
-    claim(tmp_path, resume=True, **own)
     kept = json.loads((tmp_path / "grpo" / "environment.json").read_text())["code"]
     assert kept["reward_file/mine.py"] == hashlib.sha256(reward.read_bytes()).hexdigest()
 

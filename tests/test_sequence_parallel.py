@@ -2,7 +2,6 @@
 
 import dataclasses
 import textwrap
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,26 +88,21 @@ def learn(model, world, case, *flags):
 
 
 def refusals(model, world, *flags):
-    """What is said of a model whose layers mix neighbouring tokens, and of one with chunks; how a good one packs."""
+    """How a good model packs; what is said of one whose layers mix neighbouring tokens, and of another attention."""
     args = make_args(model, *flags)
-    said = []
     policy = grpo.load_policy(args, world)
     prompt = make_rollouts()[0].prompt
-    said.append(grpo.choose_packing(policy, prompt, args, world))
+    said = [grpo.choose_packing(policy, prompt, args, world)]
     hook = policy.model.base_model.layers[0].register_forward_hook(
         lambda _module, _inputs, out: out + 3 * torch.roll(out, 1, dims=1)
     )
-    for chunk in (None, 64):
-        policy.model.config.attention_chunk_size = chunk
+    for attention in (None, "sdpa"):
+        policy.model.config._attn_implementation = attention or policy.model.config._attn_implementation
         with pytest.raises(utils.UserError) as error:
             grpo.choose_packing(policy, prompt, args, world)
         said.append(str(error.value))
-    hook.remove()
-    policy.model.config._attn_implementation = "sdpa"
-    policy.model.config.attention_chunk_size = None
-    with pytest.raises(utils.UserError) as error:
-        grpo.choose_packing(policy, prompt, args, world)
-    return [*said, str(error.value)]
+        hook.remove()
+    return said
 
 
 SCRIPT = """
@@ -171,47 +165,11 @@ def test_updates_are_those_of_one_learner(ranks, world, size, number):
 
 @pytest.mark.runs
 def test_models_that_it_cannot_split_are_refused(ranks, world):
-    """Layers that mix neighbouring tokens, chunks of attention, another attention: three reasons."""
+    """Layers that mix neighbouring tokens, another attention: two reasons."""
     for found in ranks(2, 2)[1]:
         packing, *reasons = found["refusals"]
-        assert packing == "shared" and len(set(reasons)) == 3
+        assert packing == "shared" and len(set(reasons)) == 2
         assert all(reason.startswith("--sequence_parallel_size 2: Qwen3ForCausalLM") for reason in reasons)
-
-
-@pytest.mark.parametrize("size, number", [(2, 2), (2, 4), (3, 6)])
-def test_ranks_that_share_packs_have_the_groups_of_one_rank(monkeypatch, size, number):
-    """In order, in each mini-batch, and the same cursor after: a checkpoint goes on with another size."""
-    monkeypatch.setattr(grpo, "score_group", lambda group, _: True)
-    monkeypatch.setattr(grpo, "set_advantages", lambda *_: None)
-    monkeypatch.setattr(utils, "all_reduce", lambda values, *_: [0.0])
-    monkeypatch.setattr(utils, "all_gather", lambda thing, _: [thing])
-    prompts = [utils.Prompt(i, (i, 1), "", (), ()) for i in range(31)]
-    (a, b, *_) = make_rollouts()
-
-    def sample(_engine, groups, _):
-        for group in groups:
-            position = group[0].position
-            prompt = group[0].prompt
-            group[:] = [dataclasses.replace(r, position=position, prompt=prompt) for r in (a, b)]
-
-    def sampled(rank, ranks, size):
-        flags = "--model_name_or_path x --num_unique_prompts_rollout 24 --num_mini_batches 2 --total_episodes 96"
-        args = utils.parse_args(grpo.Args, [*flags.split(), "--sequence_parallel_size", str(size)])
-        state = grpo.start_state() | {"cursor": 48}
-        world = utils.World(rank, rank, ranks, torch.device("cpu"))
-        run = SimpleNamespace(engine=object(), train_prompts=prompts, state=state, args=args, world=world)
-        return grpo.sample_groups(run, utils.Timer())[0], state, args
-
-    monkeypatch.setattr(grpo, "sample_rollouts", sample)
-    for share in range(number // size):
-        members = [sampled(share * size + i, number, size) for i in range(size)]
-        monkeypatch.setattr(utils, "share", lambda *_, members=members: [groups for groups, _, _ in members])
-        want, then, plain = sampled(share, number // size, 1)
-        for groups, state, args in members:
-            mine = grpo.split_groups(grpo.share_groups(groups, args), args)
-            one = grpo.split_groups(want, plain)
-            names = [[[(r.position, r.sample, r.prompt.index) for r in part] for part in x] for x in (mine, one)]
-            assert names[0] == names[1] and state["cursor"] == then["cursor"] == 72
 
 
 def test_heads_that_do_not_divide_are_refused_with_the_sizes_that_fit(tmp_path):

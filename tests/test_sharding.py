@@ -92,18 +92,18 @@ def test_a_layer_that_draws_numbers_is_refused(tiny_models, world):
         choose()
 
 
-OFFLOAD = "--beta 0.1 --load_ref_policy --offload reference optimizer".split()
+OFFLOAD = "--beta 0.1 --load_ref_policy --offload reference".split()
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_is_in_host_memory_changes_no_bit(tiny_models, world, stage):
-    """Three updates by Adam, with moments and the reference policy in host memory and without."""
+    """Three updates by Adam, with the reference policy in host memory and without."""
     weights = []
     for flags in (OFFLOAD, OFFLOAD[:3]):
         learner = grpo.load_learner(make_args(tiny_models(), "--deepspeed_stage", stage, *flags), world)
         learn(learner, flags, tiny_models(), world, 0, 1, 2)
         weights.append(master_weights(learner))
-    assert type(learner.optimizer) is torch.optim.AdamW and all(map(torch.equal, *weights))
+    assert all(map(torch.equal, *weights))
 
 
 RANKS = """

@@ -13,8 +13,6 @@ import torch.distributed as dist
 import utils
 from scripts.parts import hub, run_files
 
-TRIAL_SIZE = 0.1  # how much a trial adapter changes a matrix, in sizes of the matrix
-
 
 def add_adapters(model: Any, args: utils.Flags) -> None:
     """Freeze the model and give each matrix of --lora_target_modules an adapter. A is random by seed and name (peft's
@@ -27,12 +25,13 @@ def add_adapters(model: Any, args: utils.Flags) -> None:
     if names == ["all-linear"]:
         in_parts = utils.trained_parts(model) != [model]
         names = [*matrices] if in_parts else known
+    start = args.model_name_or_path
     config = LoraConfig(
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,
         target_modules=names,
-        base_model_name_or_path=args.model_name_or_path,
-        revision=hub.commit_or_none(args.model_name_or_path, args.model_revision),
+        base_model_name_or_path=start,
+        revision=None if Path(start).is_dir() else hub.commit_of("model", start, args.model_revision),
         task_type="CAUSAL_LM",
     )
     try:
@@ -107,30 +106,6 @@ def without_adapters(model: Any) -> Generator[None]:
         layer._disable_adapters = False
 
 
-@contextlib.contextmanager
-@torch.no_grad()
-def trial_adapters(policy: Any, seed: int) -> Generator[None]:
-    """Noise in place of every adapter's B, which changes each matrix by TRIAL_SIZE: see grpo.check_trial."""
-    utils.shard_again(policy)
-    kept = []
-    for name, layer in adapted_layers(policy.model).items():
-        a = layer.lora_A["default"].weight
-        b = utils.shard_of(layer.lora_B["default"].weight)
-        kept.append((b, b.clone()))
-        matrix = utils.shard_of(layer.base_layer.weight).float()
-        matrix_size = matrix.square().mean().sqrt()
-        # B A has size |B| sqrt(rank / (3 inputs)): elements of A have size 1 / sqrt(3 inputs)
-        rank, inputs = a.shape
-        b_size = TRIAL_SIZE * math.sqrt(3 * inputs / rank) / layer.scaling["default"]
-        generator = torch.Generator().manual_seed(utils.derive_seed(seed, name, "trial"))
-        noise = torch.randn(b.shape, generator=generator)
-        b.copy_(noise).mul_(matrix_size * b_size)
-    yield
-    utils.shard_again(policy)
-    for b, before in kept:
-        b.copy_(before)
-
-
 def save_adapters(model: Any, tokenizer: Any, path: Path, world: utils.World) -> Path:
     """Write the adapters in peft's format. All ranks gather, rank 0 writes. Returns where they are."""
     state = {}
@@ -138,7 +113,7 @@ def save_adapters(model: Any, tokenizer: Any, path: Path, world: utils.World) ->
         if world.is_main:
             state[name] = tensor.to("cpu", copy=True)
     if world.is_main:
-        path = run_files.write_directory(path, functools.partial(write_adapters, model, state, tokenizer))
+        run_files.write_directory(path, functools.partial(write_adapters, model, state, tokenizer))
     dist.barrier()
     return path
 
@@ -150,37 +125,3 @@ def write_adapters(model: Any, state: dict[str, torch.Tensor], tokenizer: Any, p
     save_file(state, path / "adapter_model.safetensors", {"format": "pt"})
     model.peft_config["default"].save_pretrained(path)
     tokenizer.save_pretrained(path)
-
-
-def check_trial(batch: Any, engines: int, args: Any, world: utils.World) -> None:
-    """Raise UserError unless each engine's logprobs are those of a learner with the adapters. All ranks.
-
-    The adapters of a first update, with B near 0, change less than rounding does: an engine that lacks them looks
-    healthy. So the engine first samples with the noise of trial_adapters. Each row of the grpo.Batch is a response of
-    engine position % engines. Its old logprobs are the learner's with the trial's adapters, its ref logprobs those
-    without: the difference is the adapters' effect. Over all tokens of an engine the gap may be a share of it. Each of
-    SmolLM2's 210 adapters has 0.7 % of the effect or more; rounding in bfloat16 is 7 %. What a float32 logprob is
-    rounded by is no gap: of a small model it can be 1 %."""
-    limit = 0.3
-    rounding = 0.0
-    if args.model_dtype == "float32":
-        limit = 0.002
-        rounding = 5e-6
-
-    mask = batch.response_mask  # (B, T)
-    gaps = torch.where(mask, batch.old_logprobs - batch.vllm_logprobs, 0.0)  # (B, T)
-    effects = torch.where(mask, batch.old_logprobs - batch.ref_logprobs, 0.0)  # (B, T)
-    engine_of = torch.tensor([r.position % engines for r in batch.rollouts], device=mask.device)  # (B,)
-    columns = torch.stack([gaps.abs().sum(1), effects.abs().sum(1), mask.sum(1)], 1).double()  # (B, 3)
-    sums = columns.new_zeros(engines, 3).index_add(0, engine_of, columns)
-    flat = utils.all_reduce(sums.flatten().tolist(), world)
-
-    for engine in range(engines):
-        gap, effect, tokens = flat[3 * engine : 3 * engine + 3]
-        if effect == 0:
-            raise utils.UserError("the reference's logprobs are computed with the adapters on (fill_logprobs)")
-        if not gap <= max(limit * effect, rounding * tokens):  # not: NaN is beyond it
-            raise utils.UserError(
-                f"on a trial of all adapters learner and engine {engine} are apart by {gap / effect:.2%} of what "
-                f"adapters do to logprobs, more than {limit:.1%}: an adapter did not reach the engine"
-            )

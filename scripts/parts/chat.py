@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import httpx2
 
 from rewards import UserError, need
-from scripts.parts import hidden
 
 LLM_TRIES = 6  # of a request. openai waits 0.5, 1, 2, ... 8 s between them, or as long as the server asks for
 LLM_DELAY_S = 0.5  # before what is no reply of the protocol is asked for again
@@ -142,7 +141,9 @@ class ChatModel:
                 client = self.client(url, api_key)
                 self.in_time(self.complete(client.with_options(max_retries=2), "Say OK.", n=1))
             except (NoReply, httpx2.InvalidURL) as error:
-                raise UserError(f"model {self.model} at {hidden.in_url(url)} gives no reply: {error}") from None
+                raise UserError(
+                    f"model {self.model} at {url.rpartition('@')[2].partition('?')[0]} gives no reply: {error}"
+                ) from None
             clients.append(client)
         # Messages with the same beginning go to one server, whose prefix cache has it. New beginnings take turns.
         turns = itertools.cycle(clients)

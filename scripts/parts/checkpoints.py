@@ -1,12 +1,10 @@
 """Resumable checkpoints: how a run writes, finds and loads them. utils.py imports this when a run does one of these.
 
 RUN/checkpoints/step_N has a file of plain data for each rank, the sharded state of models and optimizer, and
-manifest.json with size and sha256 of each file. It is written as step_N.tmp and, once on disk, renamed and named in
-`latest`: whatever kills the run, a step_N is whole. The sums are checked because torch checks none: of 300 checkpoints
-with one bit flipped it loaded 191 as other numbers, without an error.
+manifest.json with the size of each file. It is written as step_N.tmp and, once on disk, renamed and named in `latest`:
+whatever kills the run, a step_N is whole. The sizes tell a copy of it that is not.
 """
 
-import hashlib
 import json
 import math
 import os
@@ -26,9 +24,6 @@ import utils
 from scripts.parts import run_files
 
 Modules = dict[str, Any]  # "policy", and with --ref_policy_update_freq "ref_policy"
-
-# Of a file that is hashed. Between two blocks the thread waits for Python's lock, which training may hold
-BLOCK_BYTES = 2**24
 
 
 class Writer:
@@ -114,7 +109,7 @@ def publish(temporary: Path, keep: int) -> None:
     root = temporary.parent
     final = temporary.with_suffix("")
     files = sorted(path for path in temporary.rglob("*") if path.is_file())
-    manifest = {str(file.relative_to(temporary)): stamp(file) for file in files}
+    manifest = {str(file.relative_to(temporary)): file.stat().st_size for file in files}
     write_synced(temporary / "manifest.json", json.dumps(manifest, indent=1))
     remove(final)  # a damaged one that a resume has skipped
     os.replace(temporary, final)
@@ -126,17 +121,6 @@ def publish(temporary: Path, keep: int) -> None:
     if keep > 0:
         for old in checkpoint_dirs(root)[keep:]:
             remove(old)
-
-
-def stamp(file: Path) -> list:
-    """Size in bytes and sha256 of a file."""
-    digest = hashlib.sha256()
-    with file.open("rb") as content:
-        block = content.read(BLOCK_BYTES)
-        while block:
-            digest.update(block)
-            block = content.read(BLOCK_BYTES)
-    return [file.stat().st_size, digest.hexdigest()]
 
 
 def write_synced(path: Path, text: str) -> None:
@@ -170,9 +154,9 @@ def damage(checkpoint: Path) -> str:
     """What is wrong with a checkpoint, or ""."""
     try:
         manifest = json.loads((checkpoint / "manifest.json").read_text())
-        for name, written in manifest.items():
-            if stamp(checkpoint / name) != written:
-                return f"{name} is not what was written"
+        for name, size in manifest.items():
+            if (checkpoint / name).stat().st_size != size:
+                return f"{name} has not the {size} bytes that were written"
     except (OSError, ValueError) as error:
         return str(error)
     return ""
@@ -214,9 +198,7 @@ def load(path: Path, modules: Modules, optimizer: Optimizer, world: utils.World)
     state = learner_state(modules, optimizer)
     # The optimizer keeps the learning rates and decays of today's flags, which --resume_anyway may have changed
     groups = state["optimizer"].pop("param_groups")
-    scale = unsaved_scale(path, state["policy"])
     dcp.load(state, checkpoint_id=path / "state")
-    state["policy"] |= scale
     set_optimizer_state_dict(modules["policy"], optimizer, state["optimizer"] | {"param_groups": groups})
     need_moments(state["optimizer"]["state"], optimizer)
     for name, module in modules.items():
@@ -255,18 +237,6 @@ def need_moments(loaded: dict[str, Any], optimizer: Optimizer) -> None:
     ours = any(bool(value.any()) for values in optimizer.state.values() for value in values.values() if value.ndim)
     if theirs and not ours:
         raise RuntimeError("the checkpoint's moments did not reach the optimizer")
-
-
-def unsaved_scale(path: Path, policy_state: dict[str, Any]) -> dict[str, Any]:
-    """Take out of the state what a checkpoint of another dtype does not have: the scale of a float16 loss."""
-    if "loss_scale" not in policy_state:
-        return {}
-    from torch.distributed.checkpoint import FileSystemReader
-
-    from scripts.parts import optimizers
-
-    saved = FileSystemReader(path / "state").read_metadata().state_dict_metadata
-    return {name: policy_state.pop(name) for name in optimizers.BUFFERS if f"policy.{name}" not in saved}
 
 
 def take_state(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import utils
-from scripts.parts import hub, packing, plan
+from scripts.parts import packing, plan, run_files
 
 GIB = 2**30
 # GiB that a sleeping engine keeps: CUDA's context, workspaces and graphs. A 1,000B model kept 7 (vLLM issue 47654)
@@ -247,9 +247,6 @@ def memory_parts(setup: Setup, counted: Counted) -> dict[str, float]:
     if "reference" in args.offload:
         parts["reference"] = more
         parts["host"] += kept
-    if "optimizer" in args.offload:
-        parts["host"] += parts["Adam"]
-        parts["Adam"] = 0.0
     return parts
 
 
@@ -481,7 +478,7 @@ def config_of(args: Any, flag: str = "model_name_or_path") -> Any:
     """A model's config, or one of its shapes. Raises ValueError where this machine has neither, UserError for one that
     a run refuses."""
     name = args.model_name_or_path
-    directory = hub.on_this_machine(name, args.model_revision)
+    directory = run_files.on_this_machine(name, args.model_revision)
     config = known_config(name)
     if directory is None and config is not None:
         return config

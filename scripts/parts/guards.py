@@ -37,7 +37,6 @@ WHAT_TO_TRY = (
     "or its copy of the weights). `python scripts/families.py` tries the model's family small. With --max_logprob_gap "
     "0 no gap ends a run, also one that goes on with --resume"
 )
-NONE = 'it returned None, which means "does not apply", for all responses'
 
 
 class Gap:
@@ -114,7 +113,6 @@ class Guards:
         self.windows = [deque[tuple[float, float]](maxlen=GAP_PROMPTS) for _ in range(engines)]
         self.silent: Counter[str] = Counter()  # verifiers and environments: steps in a row without a score
         self.calls: Counter[str] = Counter()  # in these steps
-        self.scoring: set[str] = set()  # those that gave a score in any step
 
     def judge_gap(self, gap: Gap, when: str) -> None:
         """Judge what learner and engines disagree about. Prompts that have not been seen yet count as if they had no
@@ -151,24 +149,18 @@ class Guards:
             utils.say(f"WARNING: step {step}: {silence}")
         for who in scoring_ones(metrics):
             del self.silent[who], self.calls[who]  # of a Counter: no matter if there are none
-            self.scoring.add(who)
-        for name, counts in statuses_of(metrics).items():
-            if counts["no_answer"] == counts.total() >= LEAST_CALLS and f"verifier {name}" not in self.scoring:
-                rewards.warn_once(name, "None", NONE)
 
     def judge_gradients(self, run: Any, step: Any, skipped: int) -> None:
-        """Judge how many steps in a row have skipped an update for a gradient that is not finite; dump what this one
-        would have trained on."""
+        """Judge how many steps in a row have skipped an update for a gradient that is not finite."""
         state = run.state
         state["nonfinite_in_a_row"] = state["nonfinite_in_a_row"] + 1 if skipped else 0
         if not skipped:
             return
-        dump_batches(step.batches, run.run_dir / f"nonfinite_step_{step.number}_rank_{run.world.rank}.pt")
-        run.logger.say(f"step {step.number}: non-finite gradient, update skipped, batch dumped to {run.run_dir}")
+        run.logger.say(f"step {step.number}: non-finite gradient, update skipped")
         if state["nonfinite_in_a_row"] >= PATIENCE:
             utils.STOP.ask(
-                f"non-finite gradients in {PATIENCE} steps in a row: see {run.run_dir}/nonfinite_step_*.pt. The "
-                "weights are those before them. --model_dtype float32 or a smaller --learning_rate may help"
+                f"non-finite gradients in {PATIENCE} steps in a row: the weights are those before them. --model_dtype "
+                "float32 or a smaller --learning_rate may help; --save_traces shows what was sampled"
             )
 
 
@@ -228,20 +220,6 @@ def words_of(who: str) -> str:
     _, _, name = who.partition(" ")
     said = {Path(whose).stem: words for (whose, _), words in rewards.WARNED.items()}
     return said.get(name, "no call said why")
-
-
-def dump_batches(mini_batches: Sequence[Sequence[Any]], path: Path) -> None:
-    """Save the grpo.Batches of a step whose gradient was not finite, as dicts of their fields, for torch.load. On a
-    full disk there is only a warning."""
-    dumped = []
-    for mini_batch in mini_batches:
-        for batch in mini_batch:
-            pieces = None if batch.layout is None else batch.layout.pieces
-            dumped.append(vars(batch) | {"layout": pieces, "rollouts": None})
-    try:
-        torch.save(dumped, path)
-    except (OSError, RuntimeError) as error:  # torch.save has RuntimeErrors for a full disk
-        print(f"WARNING: {path} was not written: {error}", flush=True)
 
 
 # --- Echo: do an engine's logprobs change when the weights do? --------------------------------------------------------

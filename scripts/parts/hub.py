@@ -1,8 +1,8 @@
 """Models and data sets of the Hugging Face hub: the first rank asks for each once, and all read the cache from then on.
 
 A name and a revision mean a commit, which environment.json keeps. Other ranks, engines, saves and a resumed run take
-the files of that commit, wherever main is by then. A model is the directory of its snapshot in the cache; the rows of a
-data set are the files that `datasets` has made of its commit. Nothing here imports torch: scripts/rows.py is small.
+the files of that commit, wherever main is by then. A model and a data set are the directory of their snapshot in the
+cache. Nothing here imports torch: scripts/rows.py is small.
 """
 
 import contextlib
@@ -10,12 +10,11 @@ import errno
 import functools
 import json
 import os
-import queue
 import re
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,10 +29,9 @@ T = TypeVar("T")
 COMMITS: dict[str, str] = {}  # "model ORG/NAME@REVISION" or "dataset ORG/NAME" -> commit
 REACH_S = 3.5  # for the hub to name the commit of what is in the cache; without an answer the cache's is taken
 ANSWER_S = 20.0  # for the same of what is not in the cache
-LIST_S = 60.0  # for the list of its files, which huggingface_hub asks for several times
+LIST_S = 60.0  # for the list of its files
 BUSY_S = (1, 2, 4, 8, 16)  # between tries where the hub says that it is busy
 BUSY = (408, 429, 500, 502, 503, 504)  # statuses
-MOST_BUSY_S = 30  # that the hub may ask to wait before the next try
 FAULTS = (OSError, httpx2.HTTPError, errors.RevisionResolutionError, errors.HFValidationError)
 
 WEIGHTS = (r"model(-\d+-of-\d+)?\.safetensors", r"[^/]+\.safetensors", r"pytorch_model(-\d+-of-\d+)?\.bin")  # the best
@@ -50,11 +48,6 @@ def commit_of(kind: str, name: str, revision: str | None = None) -> str:
     if key not in COMMITS:
         COMMITS[key] = ask_commit(kind, name, revision)
     return COMMITS[key]
-
-
-def commit_or_none(name: str, revision: str | None) -> str | None:
-    """The commit of a model, or None of a directory."""
-    return None if Path(name).is_dir() else commit_of("model", name, revision)
 
 
 def remember(run_dir: Path) -> None:
@@ -91,22 +84,19 @@ def ask_commit(kind: str, name: str, revision: str | None) -> str:
 def within(seconds: float, ask: Callable[[], T]) -> T:
     """What `ask` returns or raises; TimeoutError where that takes longer. Neither the hub's client nor the look-up of a
     host's address has a bound of its own."""
-    answers: queue.Queue[Any] = queue.Queue()
+    answer: Future[T] = Future()
 
     def work() -> None:
         try:
-            answers.put((ask(), None))
+            answer.set_result(ask())
         except Exception as error:
-            answers.put((None, error))
+            answer.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()
     try:
-        answer, error = answers.get(timeout=seconds)
-    except queue.Empty:
+        return answer.result(seconds)
+    except TimeoutError:
         raise TimeoutError(f"no answer in {seconds:g} s") from None
-    if error is not None:
-        raise error
-    return answer
 
 
 def go_offline() -> None:
@@ -120,73 +110,67 @@ def go_offline() -> None:
 
 @functools.cache  # a save finds the directory of the start, whatever has become of the cache
 def model(name: str, revision: str | None = None) -> Path:
-    """The directory of a model: itself, or the snapshot in the hub's cache, which is filled. Raises UserError."""
+    """The directory of a model: itself, or that in the hub's cache, which is filled. Raises UserError."""
     if Path(name).is_dir():
         return Path(name)
     commit = commit_of("model", name, revision)
-    return snapshot(name, commit) or patiently("model", name, revision, lambda: download(name, commit))
+    return patiently("model", name, revision, lambda: snapshot("model", name, commit))
 
 
-def on_this_machine(name: str, revision: str | None) -> Path | None:
-    """Where this machine has a model's config.json, without a question to the hub: the directory, or that of the cache.
-    None: nowhere."""
-    if Path(name).is_dir():
-        return Path(name)
-    if checks.is_missing_path(name):
-        return None
-    config = huggingface_hub.try_to_load_from_cache(name, "config.json", revision=revision)
-    return Path(config).parent if isinstance(config, str) else None
+@functools.cache
+def data_set(name: str, commit: str = "") -> Path:
+    """The directory of a data set in the hub's cache, which is filled with all of its configs. Raises UserError."""
+    commit = commit or commit_of("dataset", name)
+    return patiently("dataset", name, None, lambda: snapshot("dataset", name, commit))
 
 
-def snapshot(name: str, commit: str) -> Path | None:
-    """The directory in the cache with all files of a model that are needed, or None."""
-    config = huggingface_hub.try_to_load_from_cache(name, "config.json", revision=commit)
-    if not isinstance(config, str):
-        return None
-    directory = Path(config).parent
+def snapshot(kind: str, name: str, commit: str) -> Path:
+    """The directory in the cache with a commit's files that are needed. Only what is not there is asked for."""
+    found = cached(kind, name, commit)
+    if found is not None:
+        return found
+
+    def fetch(files: list[str]) -> Path:
+        options = {"repo_type": kind, "revision": commit, "allow_patterns": files}
+        return Path(huggingface_hub.snapshot_download(name, **options))
+
+    directory = within(LIST_S, lambda: fetch(["config.json", "README.md"]))  # which keeps the list of all files
     try:
-        tree = huggingface_hub.get_cached_repo_tree(name, revision=commit)
-        files = needed([file.path for file in tree])
-    except errors.CachedRepoTreeNotFoundError:  # other programs have filled the cache
-        files = files_by_index(directory)
-    return directory if all((directory / file).exists() for file in files) else None
+        return fetch(needed(kind, name, commit))
+    except errors.CachedRepoTreeNotFoundError:  # other programs have filled the cache, and there is no network
+        if kind == "dataset":
+            raise ConnectionError(f"not all files of commit {commit} may be in the cache") from None
+        return directory
 
 
-def files_by_index(directory: Path) -> list[str]:
-    """The files that a model must have, as far as those that are there tell."""
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
-        return ["tokenizer_config.json", *json.loads(index.read_text())["weight_map"].values()]
-    has_weights = [name for name in ("model.safetensors", "pytorch_model.bin") if (directory / name).exists()]
-    return ["tokenizer_config.json", *(has_weights or ["model.safetensors"])]
+def cached(kind: str, name: str, commit: str) -> Path | None:
+    """The same where the cache has all of them, else None. It asks for nothing."""
+    look = functools.partial(huggingface_hub.try_to_load_from_cache, name, repo_type=kind, revision=commit)
+    try:
+        files = needed(kind, name, commit)
+    except errors.CachedRepoTreeNotFoundError:
+        return None
+    paths = [look(file) for file in files]
+    if not paths or not all(isinstance(path, str) for path in paths):
+        return None
+    return Path(paths[0]).parents[files[0].count("/")]
 
 
-def needed(files: Sequence[str]) -> list[str]:
-    """Those of a repository's files that transformers and vLLM read: configs, tokenizer, code, and the weights once."""
+def needed(kind: str, name: str, commit: str) -> list[str]:
+    """All files of a data set. Of a model those that transformers and vLLM read: configs, tokenizer, code, and the
+    weights once. Raises CachedRepoTreeNotFoundError."""
+    files = [file.path for file in huggingface_hub.get_cached_repo_tree(name, repo_type=kind, revision=commit)]
+    return files if kind == "dataset" else read_of_a_model(files)
+
+
+def read_of_a_model(files: Sequence[str]) -> list[str]:
+    """Those of a repository's files that are read."""
     chosen = [file for file in files if re.fullmatch(OTHERS, file)]
     for pattern in WEIGHTS:
         weights = [file for file in files if re.fullmatch(pattern, file)]
         if weights:
             return chosen + weights
     return chosen
-
-
-def download(name: str, commit: str) -> Path:
-    """Fill the cache with a commit of a model, and return its directory."""
-    tree = within(LIST_S, lambda: list(huggingface_hub.HfApi().list_repo_tree(name, recursive=True, revision=commit)))
-    files = needed([entry.path for entry in tree])
-    return Path(huggingface_hub.snapshot_download(name, revision=commit, allow_patterns=files))
-
-
-def asks_for_code(directory: Path) -> bool:
-    """Whether a model asks for code of its own, or its tokenizer does."""
-    files = [directory / name for name in ("config.json", "tokenizer_config.json")]
-    return any("auto_map" in json.loads(file.read_text()) for file in files if file.exists())
-
-
-def code_of(directory: Path) -> list[str]:
-    """The Python files of a model that asks for them, by name."""
-    return sorted(file.name for file in directory.glob("*.py")) if asks_for_code(directory) else []
 
 
 # --- Faults -----------------------------------------------------------------------------------------------------------
@@ -202,10 +186,9 @@ def patiently(kind: str, name: str, revision: str | None, ask: Callable[[], T]) 
             if wait is None or not passes(error):
                 raise UserError(told(error, kind, name, revision)) from None
             found = status_of(error)
-            seconds = min(MOST_BUSY_S, max(wait, wish_of(found)))
             words = f"the hub answered {found.status_code}" if found is not None else "the hub cut an answer off"
-            print(f"{name}: {words}; again in {seconds} s", flush=True)
-            time.sleep(seconds)
+            print(f"{name}: {words}; again in {wait} s", flush=True)
+            time.sleep(wait)
     raise AssertionError
 
 
@@ -219,12 +202,6 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 def status_of(error: BaseException) -> Any:
     """The hub's answer that an error came from, or None."""
     return next((e.response for e in chain(error) if isinstance(e, errors.HfHubHTTPError)), None)
-
-
-def wish_of(answer: Any) -> int:
-    """The seconds that a busy hub asks to wait, or 0."""
-    text = "" if answer is None else answer.headers.get("Retry-After", "")
-    return int(text) if text.isdecimal() else 0
 
 
 def is_cut(error: BaseException) -> bool:
@@ -278,74 +255,12 @@ def revisions(kind: str, name: str) -> str:
     return ", ".join(ref.name for ref in [*refs.branches, *refs.tags])
 
 
-# --- Rows of a data set -----------------------------------------------------------------------------------------------
-
-
-def data_set(name: str, commit: str = "") -> Any:
-    """`datasets`' builder of ORG/NAME or ORG/NAME:CONFIG whose files are in the cache. Raises UserError."""
-    hub_name, _, config = name.partition(":")
-    commit = commit or commit_of("dataset", hub_name)
-    return cached_builder(hub_name, config, commit) or patiently(
-        "dataset", hub_name, None, lambda: build(hub_name, config, commit)
-    )
-
-
-def cached_builder(name: str, config: str, commit: str) -> Any:
-    """The builder of files that were made of this commit before, or None. `datasets` would ask the hub again, and
-    without it take the newest files, of whatever commit."""
-    import datasets.config
-    from datasets.naming import camelcase_to_snakecase
-    from datasets.packaged_modules.cache.cache import Cache
-
-    owner, slash, last = name.rpartition("/")
-    folder = f"{owner}{slash and '___'}{camelcase_to_snakecase(last)}"
-    config = config or default_config(name, commit)
-    found = sorted(Path(datasets.config.HF_DATASETS_CACHE, folder).glob(f"{config or '*'}/*/{commit}"))
-    if len(found) != 1:
-        return None
-    *_, config, version, _ = found[0].parts
-    return Cache(repo_id=name, dataset_name=last, config_name=config, version=version, hash=commit)
-
-
-def default_config(name: str, commit: str) -> str:
-    """The config that the card of a data set names as the one to take; "" where it names none."""
-    card = huggingface_hub.try_to_load_from_cache(name, "README.md", repo_type="dataset", revision=commit)
-    if not isinstance(card, str):
-        return ""
-    configs = huggingface_hub.DatasetCard.load(card).data.to_dict().get("configs") or []
-    names = [entry["config_name"] for entry in configs]
-    chosen = [entry["config_name"] for entry in configs if entry.get("default")]
-    if not chosen and (len(names) == 1 or "default" in names):
-        chosen = ["default"] if "default" in names else names
-    return chosen[0] if chosen else ""
-
-
-def build(name: str, config: str, commit: str) -> Any:
-    """Download the files of a config, and have `datasets` make its own of them. Raises UserError for a config that
-    there is not."""
-    import datasets
-
-    try:
-        builder = datasets.load_dataset_builder(name, config or None, revision=commit)
-    except ValueError as error:
-        known = datasets.get_dataset_config_names(name, revision=commit)
-        if config in known:
-            raise
-        what = f"it has no config {config}" if config else "it has several configs"
-        raise ValueError(f"{what}: give {' or '.join(f'{name}:{one}' for one in known)}") from error
-    if builder.hash != commit:  # of the cache: the hub did not answer
-        raise ConnectionError(f"commit {commit} is not in the cache")
-    builder.download_and_prepare()
-    return builder
-
-
 # --- A run's names ----------------------------------------------------------------------------------------------------
 
 
-def ask_all(args: Any, readers: int = 1) -> dict[str, str]:
-    """Ask the hub for all that the flags name; returns the commits. A run that goes on has those with which it began.
-    Models are in this machine's cache then and, where several `readers` would meet there, data sets. Raises
-    UserError."""
+def ask_all(args: Any) -> dict[str, str]:
+    """Have all models and data sets that the flags name in this machine's cache; returns the commits. A run that goes
+    on has those with which it began. Raises UserError."""
     if args.resume:
         remember(args.run_dir)
     for flag in ("model_name_or_path", "ref_model_name_or_path"):
@@ -353,11 +268,8 @@ def ask_all(args: Any, readers: int = 1) -> dict[str, str]:
             have_model(args if flag == "model_name_or_path" else args.of_reference(), flag)
     flags = ["dataset_mixer_eval_list"] if args.load_batches else ["dataset_mixer_list", "dataset_mixer_eval_list"]
     for flag in flags:
-        splits = getattr(args, f"{flag}_splits")
-        for i, (name, _) in enumerate(args.mixer(flag)):
-            commit = commit_for_rows(flag, name)
-            if commit and readers > 1:
-                fetch(flag, name, splits[i % len(splits)], commit)
+        for name, _ in args.mixer(flag):
+            commit_for_rows(flag, name)
     return COMMITS
 
 
@@ -365,24 +277,14 @@ def have_model(args: Any, flag: str) -> None:
     """Have the files of --model_name_or_path in this machine's cache. Code of its own is refused here or, before other
     ranks would write it too, where transformers imports it from. Raises UserError."""
     import utils
+    from scripts.parts import run_files
 
-    if not asks_for_code(Path(utils.start_dir(args, flag))):
+    if not run_files.asks_for_code(Path(utils.start_dir(args, flag))):
         return
     from transformers import AutoConfig
 
     config = utils.pretrained(AutoConfig, args, flag)
     utils.model_class(config, utils.class_of(config, args.model_name_or_path))
-
-
-def fetch(flag: str, name: str, split: str, commit: Sequence[str]) -> None:
-    """Have a data set in this machine's cache. Raises UserError."""
-    import utils
-
-    line = utils.program("rows.py", name, 1.0, "--split", split, *commit, "--fetch")
-    done = subprocess.run(line, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        problem = json.loads(done.stdout)["error"] if done.stdout else f"{name}: rows.py ended with {done.returncode}"
-        raise UserError(f"--{flag} {problem}")
 
 
 def commit_for_rows(flag: str, name: str) -> list[str]:
@@ -391,6 +293,7 @@ def commit_for_rows(flag: str, name: str) -> list[str]:
     if hub_name == "reasoning_gym" or Path(name).exists() or Path(hub_name).is_dir() or checks.problem_of_data(name):
         return []
     try:
+        data_set(hub_name)
         return ["--commit", commit_of("dataset", hub_name)]
     except ValueError as error:
         raise UserError(f"--{flag} {name}: {error}") from None
@@ -402,26 +305,26 @@ def share(args: Any, world: Any) -> None:
     import utils
 
     try:
-        COMMITS.update(utils.on_main(functools.partial(ask_all, args, world.size), world))
+        COMMITS.update(utils.on_main(functools.partial(ask_all, args), world))
     except UserError:
         if world.is_main:
             raise
         utils.exit_process(1)
     if world.local_rank == 0 and not world.is_main:
-        ask_all(args, world.size)
+        ask_all(args)
     if world.size > 1:
         utils.dist.barrier()
 
 
-def share_by_store(args: Any, store: Any, learners: int) -> None:
-    """The same for ranks that meet in a store, of which so many learn."""
+def share_by_store(args: Any, store: Any) -> None:
+    """The same for ranks that meet in a store."""
     is_main = os.environ["RANK"] == "0"
     if is_main:
-        store.set("hub", json.dumps(ask_all(args, learners)))
+        store.set("hub", json.dumps(ask_all(args)))
     COMMITS.update(json.loads(store.get("hub")))
     filled = f"hub {os.environ['GROUP_RANK']}"
     if os.environ["LOCAL_RANK"] == "0":
         if not is_main:
-            ask_all(args, learners)
+            ask_all(args)
         store.set(filled, "")
     store.get(filled)

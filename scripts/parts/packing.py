@@ -135,23 +135,19 @@ def candidates(policy: Any, args: Any, world: World) -> list[str]:
     Raises UserError for an attention that --sequence_parallel_size cannot split."""
     config = policy.model.config.get_text_config()
     ours = policy.model.config._attn_implementation == utils.PACK_ATTENTION
-    reason = reason_for_rows(config, args)
     parallel = policy.group is not None
-    if parallel and reason:
-        refuse_parallel(policy, args, reason)
     if parallel and not ours:
         refuse_parallel(policy, args, "does not take our attention")
     packings = ["rows"] if parallel else []  # several ranks share even a row of one response
-    on_gpu = world.device.type == "cuda"
-    if reason:
+    if reason_for_rows(config, args):
         return packings
-    if ours and on_gpu and not flex_attention_runs(config, args, world):
+    if ours and world.device.type == "cuda" and not flex_attention_runs(config, args, world):
         if not parallel:
             policy.model.set_attn_implementation("sdpa")  # which has masks for windows
         elif getattr(config, "sliding_window", None):
             refuse_parallel(policy, args, "has a window, for which flex attention does not run here")
         return packings
-    return ["shared", "plain", *packings] if ours else ["plain", *packings]
+    return ["shared", "plain", *packings] if ours else ["plain"]
 
 
 def refuse_parallel(policy: Any, args: Any, reason: str) -> None:

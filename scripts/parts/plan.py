@@ -16,7 +16,7 @@ import torch
 
 import rewards
 import utils
-from scripts.parts import checks, hub, packing, probe
+from scripts.parts import checks, packing, probe, run_files
 
 MIXERS = ("dataset_mixer_list", "dataset_mixer_eval_list")
 FIRST = 1000  # prompts of a data set that are looked at for a mistake of the template
@@ -195,7 +195,7 @@ def go_by_clock(run: Any) -> None:
 
 def weight_shapes(name: str, revision: str | None = None) -> list[list[int]]:
     """The shapes of a model's weights, from the heads of its files; [] where this machine has none."""
-    directory = hub.on_this_machine(name, revision)
+    directory = run_files.on_this_machine(name, revision)
     if directory is None:
         return []
     shapes = []

@@ -56,10 +56,18 @@ def read_rows(name: str, split: str, commit: str = "") -> Iterator[tuple[str, An
     problem = problem_of_data(name)
     need(not problem, f"{name}: {problem}")
     path = Path(name)
-    files = files_of_split(path, split) if path.is_dir() and not is_saved(path) else [path]
+    config = ""
+    if not path.exists():
+        place, _, config = name.partition(":")
+        path = Path(place)
+    if not path.exists():
+        from scripts.parts import hub
+
+        path = hub.data_set(place, commit)
+    files = files_of_split(path, config, split) if path.is_dir() and not is_saved(path) else [path]
     for file in files:
         if not ending_of(file):
-            yield from dataset_rows(name, split, commit)
+            yield from dataset_rows(path, config, split)
             return
         try:
             for i, row in rows_of_file(file):
@@ -73,15 +81,15 @@ def is_saved(directory: Path) -> bool:
     return any((directory / name).exists() for name in ("dataset_info.json", "dataset_dict.json"))
 
 
-def files_of_split(directory: Path, split: str) -> list[Path]:
+def files_of_split(directory: Path, config: str, split: str) -> list[Path]:
     """The files that `datasets` takes for a split of a directory: by their names, by a README's, or all for train."""
     import datasets
 
     try:
         with tempfile.TemporaryDirectory() as cache:  # for a lock
-            builder = datasets.load_dataset_builder(str(directory), cache_dir=cache)
+            builder = datasets.load_dataset_builder(str(directory), config or None, cache_dir=cache)
     except (OSError, ValueError) as error:  # no file of rows, or several configurations
-        raise ValueError(f"{directory}: {first_line(error)}") from None
+        raise ValueError(f"{directory}: {' '.join(str(error).split())}") from None
     files = builder.config.data_files or {}
     there = ", ".join(map(str, files))
     need(split in files, f"{directory}: no file is of the split {split!r}, as datasets names them. It has {there}")
@@ -154,30 +162,20 @@ def csv_rows(path: Path) -> Iterator[tuple[int, Any]]:
             raise ValueError(f"{path}: not CSV in UTF-8 ({error})") from None
 
 
-def dataset_rows(name: str, split: str, commit: str = "") -> Iterator[tuple[str, Any]]:
-    """(where, row) of a directory that `datasets` saved, of another that it reads, or of a hub dataset."""
+def dataset_rows(directory: Path, config: str, split: str) -> Iterator[tuple[str, Any]]:
+    """(where, row) of a directory that `datasets` saved, or of another that it alone reads."""
     import datasets.exceptions
 
-    from scripts.parts import hub
-
-    place, _, config = name.partition(":")
     try:
-        if is_saved(Path(name)):
-            loaded = datasets.load_from_disk(name)
+        if is_saved(directory):
+            loaded = datasets.load_from_disk(str(directory))
             rows = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
-        elif Path(place).is_dir():
-            rows = datasets.load_dataset(place, config or None, split=split)
         else:
-            rows = hub.data_set(name, commit).as_dataset(split=split)
+            rows = datasets.load_dataset(str(directory), config or None, split=split)
     except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(f"{name} [{split}]: {' '.join(str(error).split())}") from None
+        raise ValueError(f"{directory} [{split}]: {' '.join(str(error).split())}") from None
     for i, row in enumerate(rows, start=1):
-        yield f"{name} [{split}] row {i}", row
-
-
-def first_line(error: Exception) -> str:
-    """The first line of what an error says."""
-    return (str(error).strip() or repr(error)).splitlines()[0]
+        yield f"{directory} [{split}] row {i}", row
 
 
 def parse_row(row: Any, scoring: Scoring = NOTHING_OF_ONES_OWN) -> tuple[list[dict[str, str]], list[Any], list[str]]:

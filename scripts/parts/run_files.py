@@ -3,12 +3,12 @@
 A directory that holds another run is never overwritten silently. With --resume its run continues if flags, data and
 model agree. With --resume_anyway it continues although they differ. --overwrite replaces it.
 
-RUN/code has `git diff HEAD` as changes.diff, and the files of --reward_file, --env_file and --tools as FLAG/NAME.py;
-environment.json has their sha256. A resumed run with another file of the user's is another run. With other changes of
-the checkout it goes on. Modules that the user's files import are not copied.
+RUN/code has `git diff HEAD` as changes.diff, and the files of --reward_file, --env_file and --tools as FLAG/NAME.py, of
+the last start; environment.json has their sha256. A resumed run with another file of the user's is another run. With
+other changes of the checkout it goes on. Modules that the user's files import are not copied.
 
-No disk that is full, or that does not answer for a while, ends a run. A model is written whole or not at all, and the
-last one of a run elsewhere if its own disk does not take it. Lines that a file does not take wait for the next ones.
+A disk that is full, or that does not answer for a while, ends no run before its end. A model is written whole or not at
+all. Lines that a file does not take wait for the next ones.
 
 Files of a model that training does not change are the start model's own, byte for byte: what transformers would write
 anew has names that older versions of it and of vLLM misread, some of them (rope_parameters) silently.
@@ -26,14 +26,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import utils
-from scripts.parts import hidden, hub
+from scripts.parts import checks
 
 # A resumed run may differ in these: where it is, what it writes, who follows it, how ranks share the work
 MAY_CHANGE = """output_dir exp_name save_traces save_freq dump_steps checkpoint_state_freq keep_last_n_checkpoints
@@ -78,6 +78,8 @@ def hash_of(name: str, revision: str | None) -> str:
     """The hub's commit of a model; of a directory a hash of the names, sizes, first and last MiB of its files."""
     directory = Path(name)
     if not directory.is_dir():
+        from scripts.parts import hub
+
         return hub.commit_of("model", name, revision)
     digest = hashlib.sha256()
     for path in sorted(directory.iterdir()):
@@ -90,6 +92,45 @@ def hash_of(name: str, revision: str | None) -> str:
             file.seek(max(0, size - 2**20))
             digest.update(file.read())
     return digest.hexdigest()[:16]
+
+
+# --- Names that may be of the hub: without one its part is not loaded
+
+
+def names_hub(args: dict[str, Any]) -> bool:
+    """Whether flags name a model or a data set that this machine does not have under that name."""
+    names = [args["model_name_or_path"], args.get("ref_model_name_or_path")]
+    for flag in ("dataset_mixer_list", "dataset_mixer_eval_list"):
+        names += args.get(flag, [])[::2]
+    for name in names:
+        is_made_here = not name or name.startswith("reasoning_gym:")
+        if not is_made_here and not Path(name).exists():
+            return True
+    return False
+
+
+def share_commits(args: Any, world: utils.World) -> None:
+    """Have all ranks take the files of the same commits: see hub.share. All ranks."""
+    if any(utils.all_gather(names_hub(asdict(args)), world)):
+        from scripts.parts import hub
+
+        hub.share(args, world)
+
+
+def on_this_machine(name: str, revision: str | None) -> Path | None:
+    """Where this machine has a model's config.json, without a question to the hub: the directory, or that of the cache.
+    None: nowhere."""
+    if Path(name).is_dir():
+        return Path(name)
+    if checks.is_missing_path(name):
+        return None
+    import huggingface_hub
+
+    config = huggingface_hub.try_to_load_from_cache(name, "config.json", revision=revision)
+    return Path(config).parent if isinstance(config, str) else None
+
+
+# --- The directory
 
 
 def prepare(run_dir: Path, args: dict[str, Any], facts: dict[str, Any]) -> None:
@@ -111,10 +152,8 @@ def claim(run_dir: Path, args: dict[str, Any], facts: dict[str, Any], seconds: f
     `facts` has data_hash. It and the model's hash must agree with those of a run that is there; all other facts, and
     the provenance, stay as the run's first start wrote them. Raises ValueError naming what differs.
     """
-    config = hidden.in_flags({name: value for name, value in args.items() if name not in OF_ONE_START})
+    config = {name: without_secrets(value) for name, value in args.items() if name not in OF_ONE_START}
     hashes = {"data_hash": facts["data_hash"], "model_hash": model_hash(args)}
-    diff = uncommitted()
-    code = code_hashes(args, diff)
     lock(run_dir, seconds)
     if args["overwrite"] and (run_dir / "args.json").exists():  # a directory without args.json is no run: it stays
         shutil.rmtree(run_dir)
@@ -122,7 +161,7 @@ def claim(run_dir: Path, args: dict[str, Any], facts: dict[str, Any], seconds: f
     if (run_dir / "args.json").exists():
         environment = read_json(run_dir / "environment.json")
         changed = differences(run_dir, config, environment, hashes)
-        changed += code_differences(environment.get("code", {}), code)
+        changed += code_differences(run_dir, args)
         need_same_run(run_dir, args, "; ".join(changed))
         if not has_checkpoint(run_dir):
             shutil.rmtree(run_dir)
@@ -130,16 +169,18 @@ def claim(run_dir: Path, args: dict[str, Any], facts: dict[str, Any], seconds: f
         print(f"resume   {NOTHING_YET.format(run_dir)}", flush=True)
     if not (run_dir / "args.json").exists():
         environment = facts | provenance()
-        environment["command"] = hidden.in_command(facts.get("command", []))
+        environment["command"] = without_secrets(facts.get("command", []))
         environment["world_size"] = int(os.environ.get("WORLD_SIZE", 1))
         environment["omp_num_threads"] = os.environ["OMP_NUM_THREADS"]
         environment["begun"] = time.time()
         run_dir.mkdir(parents=True, exist_ok=True)
 
-    keep_code(run_dir, args, diff)
     environment |= hashes
-    environment["hub"] = dict(sorted(hub.COMMITS.items()))
-    environment["code"] = code
+    if names_hub(args):
+        from scripts.parts import hub
+
+        environment["hub"] = dict(sorted(hub.COMMITS.items()))
+    environment["code"] = keep_code(run_dir, args)
     environment["launch"] = name_of_launch()
     may_have_secrets = bool(args.get("tool_configs"))
     write_aside(run_dir / "environment.json", json.dumps(environment, indent=1).encode(), may_have_secrets)
@@ -193,6 +234,42 @@ def write_aside(path: Path, content: bytes, private: bool) -> None:
         temporary.chmod(0o600)
     temporary.write_bytes(content)
     os.replace(temporary, path)
+
+
+# --- Keys and passwords of the command line, which no file shows
+
+HIDDEN = "***"
+SECRET = re.compile(r"key|token|secret|passw|pwd|auth|credential|cookie|bearer|signature", re.IGNORECASE)
+VARIABLE = re.compile(r"(\w+ )?\$\w+")  # of the environment: see from_environment of scripts/tools/calls.py
+USER_OF_URL = re.compile(r"(?<=://)[^/?#\s]*@")
+END_OF_URL = re.compile(r"(?<=://)([^?#\s,]{0,500}[?#])[^\s,\"]*")  # the query and what follows it
+
+
+def without_secrets(value: Any) -> Any:
+    """A text of the command line, or a list of them, for files. HIDDEN are the texts of a JSON object whose names sound
+    like a secret's, and of addresses user, password, query and fragment."""
+    if isinstance(value, list):
+        return [without_secrets(entry) for entry in value]
+    if not isinstance(value, str):
+        return value
+    before, brace, rest = value.partition("{")
+    with contextlib.suppress(ValueError, RecursionError):
+        value = before + json.dumps(json.loads(brace + rest, object_hook=hide_secrets))
+    value = USER_OF_URL.sub(f"{HIDDEN}@", value)
+    return END_OF_URL.sub(rf"\1{HIDDEN}", value)
+
+
+def hide_secrets(entry: dict[str, Any]) -> dict[str, Any]:
+    """An object of JSON. `$NAME`, or `Bearer $NAME`, is no secret: the environment has it."""
+    shown = {}
+    for name, value in entry.items():
+        shown[name] = value
+        if SECRET.search(name) and isinstance(value, str) and not VARIABLE.fullmatch(value):
+            shown[name] = HIDDEN
+    return shown
+
+
+# --- Starts of the same run
 
 
 def name_of_launch() -> str:
@@ -267,10 +344,6 @@ def cut_after(path: Path, step: int) -> None:
 
 # --- What a run ran
 
-CHANGES = "changes.diff"
-
-Hashes = dict[str, str]  # name below RUN/code -> sha256; of what is not kept, the reason
-
 
 def files_of(args: dict[str, Any]) -> dict[str, Path]:
     """The user's files: the script if git does not know it, such as my_grpo.py, and those that flags name, by their
@@ -294,78 +367,52 @@ def uncommitted() -> bytes:
     return subprocess.run(command, capture_output=True, check=False).stdout
 
 
-def code_hashes(args: dict[str, Any], diff: bytes) -> Hashes:
-    """The sha256 of all that a run keeps."""
-    found = {name: sha256(path.read_bytes()) for name, path in files_of(args).items()}
-    return found | {CHANGES: sha256(diff)}
-
-
-def sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
-def code_differences(then: Hashes, now: Hashes) -> list[str]:
+def code_differences(run_dir: Path, args: dict[str, Any]) -> list[str]:
     """The user's files that are others than those of the run's last start, each in words for a person."""
     changed = []
-    for name, digest in now.items():
-        before = then.get(name, digest)
-        if name != CHANGES and before != digest:
-            changed.append(f"{name}: sha256 {before[:8]} then, {digest[:8]} now, see code/{name} in the run")
+    for name, path in files_of(args).items():
+        kept = run_dir / "code" / name
+        if kept.exists() and kept.read_bytes() != path.read_bytes():
+            changed.append(f"{name}: {path} is not {kept}")
     return changed
 
 
-def keep_code(run_dir: Path, args: dict[str, Any], diff: bytes) -> None:
-    """Copy all into RUN/code. What another start has put there is kept under another name. Raises OSError."""
+def keep_code(run_dir: Path, args: dict[str, Any]) -> dict[str, str]:
+    """Copy all into RUN/code; returns the sha256 of each file by its name there. Raises OSError."""
+    contents = {"changes.diff": uncommitted()}
     for name, path in files_of(args).items():
-        place(run_dir / "code" / name, path.read_bytes())
-        shutil.copymode(path, run_dir / "code" / name)
-    place(run_dir / "code" / CHANGES, diff)
-
-
-def place(path: Path, content: bytes) -> None:
-    """Write a file, aside first. Another one that is there stays, and its name gets the beginning of its sha256."""
-    before = path.read_bytes() if path.exists() else content
-    if before != content:
-        os.replace(path, path.with_name(f"{path.name}.{sha256(before)[:8]}"))
-    if content:
+        contents[name] = path.read_bytes()
+    hashes = {}
+    for name, content in contents.items():
+        path = run_dir / "code" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         write_aside(path, content, private=True)  # it may have anybody's key in it
+        hashes[name] = hashlib.sha256(content).hexdigest()
+    return hashes
 
 
 # --- Writes to a disk that may be full
 
-SHARED_MEMORY = "/dev/shm"  # the last resort: it is gone with the machine
-LAST = ("model", "model_merged")  # what a run ends with; step_N is another one's copy
 WAITING: dict[Path, bytes] = {}  # file -> lines that its disk has not taken yet
 
 
-def write_directory(path: Path, write_into: Callable[[Path], None]) -> Path:
-    """Have `write_into` fill a directory, which becomes `path`; returns where it is. On a disk that is full or cannot
-    be written to, the last model of a run goes to the first other place that takes it, and a model of a step is left
-    out; both with a warning. Raises OSError or SafetensorError if no place takes the last one."""
+def write_directory(path: Path, write_into: Callable[[Path], None]) -> None:
+    """Have `write_into` fill a directory, which becomes `path`. On a disk that is full or cannot be written to a model
+    of a step is left out, with a warning. Raises UserError for the last model of a run."""
     from safetensors import SafetensorError
 
     try:
         fill(path, write_into)
-        return path
     except (OSError, SafetensorError) as error:
         problem = f"{path} cannot be written ({free_text(path.parent)}): {error}"
-        if path.name not in LAST:
-            print(f"WARNING: {problem}. The run goes on", flush=True)
-            return path
-        print(f"WARNING: {problem}", flush=True)
-        for place in (tempfile.gettempdir(), Path.cwd(), Path.home(), SHARED_MEMORY):
-            with contextlib.suppress(OSError, SafetensorError):
-                elsewhere = Path(tempfile.mkdtemp(prefix=f"{path.parent.name}_", dir=place)) / path.name
-                fill(elsewhere, write_into)
-                print(f"WARNING: the model is in {elsewhere}: move it to {path}", flush=True)
-                return elsewhere
-        raise
+        if path.name.startswith("model"):  # or model_merged
+            raise utils.UserError(problem) from error
+        print(f"WARNING: {problem}. The run goes on", flush=True)
 
 
 def fill(path: Path, write_into: Callable[[Path], None]) -> None:
     """Write a directory beside its place and put it there at the end: readers never see half a save, and nothing of a
-    failed one stays, for the next place may be on the same disk."""
+    failed one stays."""
     temporary = path.with_name(path.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -465,9 +512,21 @@ def keep_start_files(path: Path, start: Path, dtype: str, tied: bool, eos_ids: l
     write_config(path / "tokenizer_config.json", tokenizer)
 
 
+def asks_for_code(directory: Path) -> bool:
+    """Whether a model asks for code of its own, or its tokenizer does."""
+    files = [directory / name for name in ("config.json", "tokenizer_config.json")]
+    return any("auto_map" in json.loads(file.read_text()) for file in files if file.exists())
+
+
+def code_of(directory: Path | str) -> list[str]:
+    """The Python files of a model that asks for them, by name."""
+    model = Path(directory)
+    return sorted(file.name for file in model.glob("*.py")) if asks_for_code(model) else []
+
+
 def copy_start_files(path: Path, start: Path) -> None:
     """Copy the tokenizer's files, the configs and the code that `start` has over those in `path`."""
-    for name in (*TOKENIZER_FILES, "generation_config.json", *hub.code_of(start)):
+    for name in (*TOKENIZER_FILES, "generation_config.json", *code_of(start)):
         if (start / name).exists():
             shutil.copyfile(start / name, path / name)
     # If only a part of the start model was loaded, its config describes another architecture

@@ -253,14 +253,18 @@ def judge_groups(rollouts: Sequence[Any], timeout_s: float = 10.0) -> None:
                 calls.append((group, place, future))
 
     for group, place, future in calls:
-        results = results_of_group(future.result(), len(group))
-        for r, result in zip(group, results, strict=True):
+        result = future.result()
+        scored: Any = result.score
+        if not isinstance(scored, list):  # the call failed
+            scored = [{}] * len(group)
+        for r, fields in zip(group, scored, strict=True):
             r.scoring[place] = Future()
-            r.scoring[place].set_result(result)
+            r.scoring[place].set_result(dataclasses.replace(result, **fields))
 
 
 def job_of_group(group: Sequence[Any], place: int, name: str, function: Function) -> Job:
-    """The call of a function of a group with the responses of its rollouts, in the order of their samples."""
+    """The call of a function of a group with the responses of its rollouts, in the order of their samples. Its score is
+    a list of the fields of Scored."""
     prompt = group[0].prompt
     responses = [r.scoring[place].result().extracted for r in group]
     labels = [prompt.ground_truths[place]] * len(group)
@@ -268,18 +272,6 @@ def job_of_group(group: Sequence[Any], place: int, name: str, function: Function
     arguments = arguments_of(function, responses, labels, prompt.verifiers[place], columns)
     known: Any = rewards.VERIFIERS[name].verify  # verify_by_file with path and name
     return job_of(arguments=arguments, **known.keywords)
-
-
-def results_of_group(result: rewards.RewardResult, size: int) -> list[rewards.RewardResult]:
-    """The results of a group's rollouts from that of its call, whose score is a list of the fields of Scored. A call
-    that failed has the same result for all."""
-    scored: Any = result.score
-    if not isinstance(scored, list):
-        return [result] * size
-    results = []
-    for fields in scored:
-        results.append(dataclasses.replace(result, **fields))
-    return results
 
 
 # --- --reward_file, in a worker ---------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import functools
 import json
 import logging
 import math
+import os
 import re
 import signal
 import sys
@@ -28,7 +29,7 @@ if not __package__:  # run as a file: imports start at the root, from whatever d
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import rewards
-from scripts.parts import hidden, user_files
+from scripts.parts import user_files
 
 MAX_CALLS = 8  # of a turn; the others are refused
 MAX_CHARACTERS = 8192  # of the answer to a call: its two ends are kept
@@ -38,6 +39,7 @@ SHARE_OF_CALLS = 0.9  # of the time of a turn: the environment must answer befor
 LEAST_S = 0.1  # of a call, however little the others have left
 # Where a call begins in the forms of vLLM's parsers, which take one that is not well-formed for plain text
 OPENERS = "<tool_call <function <|python_tag|> [TOOL_CALLS] <|tool_call <start_function <｜tool▁call".split()
+VARIABLE = re.compile(r"((?:\w+ )?)\$([A-Za-z_]\w*)")  # `$NAME`, `Bearer $NAME`
 ROLES = {"olmo3": "environment"}  # of answers, where a family's chat template has another than tool
 
 
@@ -171,9 +173,24 @@ def load_tools(
         if name in loaded:
             raise ValueError(f"--tools: two have the name {name}; --tool_call_names gives others")
         schema = {"type": "function", "function": {**module.SCHEMA["function"], "name": name}}
-        config = hidden.from_environment(configs[number]) if configs else {}
+        config = from_environment(configs[number]) if configs else {}
         loaded[name] = Loaded(module, config, schema)
     return loaded
+
+
+def from_environment(value: Any) -> Any:
+    """A tool's config with the values of its `$NAME`. Raises ValueError for one that is not set."""
+    if isinstance(value, dict):
+        return {key: from_environment(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [from_environment(entry) for entry in value]
+    found = VARIABLE.fullmatch(value) if isinstance(value, str) else None
+    if found is None:
+        return value
+    before, variable = found.groups()
+    if variable not in os.environ:
+        raise ValueError(f"{value} in --tool_configs is not set: export {variable}")
+    return before + os.environ[variable]
 
 
 def check(config: dict[str, Any]) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ or answers in another form, raises ConnectionError: a failure of infrastructure,
 
 import time
 
-from scripts.parts import chat, hidden
+from scripts.parts import chat
 
 SCHEMA = {
     "type": "function",
@@ -51,7 +51,8 @@ def found(config: dict, query: str) -> list[str]:
             problem = f"{type(error).__name__}: {error}" if str(error) else f"no answer within {seconds:.3g} s"
         if time.monotonic() + delay >= end:
             break
-    raise ConnectionError(f"{hidden.in_url(config['url'])}: {problem}")
+    address = config["url"].rpartition("@")[2].partition("?")[0]
+    raise ConnectionError(f"{address}: {problem}")
 
 
 def check(config: dict) -> None:

@@ -34,9 +34,9 @@ def test_what_computes_before_an_update_gives_its_memory_back(tiny_models, world
     assert grpo.choose_packing(policy, prompt, args, world) != "rows"
     assert all(isinstance(p, DTensor) for p in policy.parameters())
     group = [utils.Rollout(prompt, 0, 0, [8, 9], [-1.0] * 2, [True] * 2, [0] * 2)]
-    for _, check in grpo.starts(policy, args, 0, 1):
-        assert check(policy, [group], args, world).metrics
-        assert not all(isinstance(p, DTensor) for p in policy.parameters())
+    assert grpo.measure_gap(policy, [group], args, world).metrics
+    assert not all(isinstance(p, DTensor) for p in policy.parameters())
+    utils.shard_again(policy)  # as grpo.send_first_weights does
     assert all(isinstance(p, DTensor) for p in policy.parameters())
 
 
@@ -269,13 +269,12 @@ def test_an_engine_that_sleeps_during_the_first_check_gets_its_weights_again(mon
         told.append(f"load {version}")
         engine.asleep = False
 
-    check = lambda *_: told.append("check")  # noqa: E731
     monkeypatch.setattr(grpo, "load_engine", load)
-    monkeypatch.setattr(grpo, "starts", lambda *_: iter([grpo.Start(6, check), grpo.Start(7, check)]))
+    monkeypatch.setattr(grpo, "measure_gap", lambda *_: told.append("check"))
+    monkeypatch.setattr(utils, "shard_again", lambda _: None)
     monkeypatch.setattr(grpo, "sample_probes", lambda *_: told.append("sample"))
     learner = types.SimpleNamespace(policy=None)
     run: Any = types.SimpleNamespace(args=None, world=utils.World(0, 0, 1, None), learner=learner, state={"step": 7})
     monkeypatch.setattr(guards, "Echo", lambda args: None)
     grpo.send_first_weights(run, Sleeper())
-    start = ["sample", "sleep", "check"]
-    assert told == ["load 6", *start, "load 7", *start, "load 7"]
+    assert told == ["load 7", "sample", "sleep", "check", "load 7"]

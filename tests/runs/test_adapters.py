@@ -11,17 +11,6 @@ from tests import programs
 from tests.runs.test_run import ENV, TRANSFORMERS, VLLM, check, command, data, read, run, untimed, weights  # noqa: F401
 
 LORA = "--lora_rank 8 --lora_alpha 16 --learning_rate 2e-2"
-LACKS = """
-import os, sys, safetensors.torch, grpo_fast, utils
-name, rank, receive = "model.layers.0.mlp.up_proj.weight", os.environ["RANK"], grpo_fast.receive_weights
-start = safetensors.torch.load_file(sys.argv[sys.argv.index("--model_name_or_path") + 1] + "/model.safetensors")
-
-def without_one(*args):
-    yield from ((n, start[n].to(w.dtype) if (n, rank) == (name, "2") else w) for n, w in receive(*args))
-
-grpo_fast.receive_weights = without_one
-grpo_fast.main(utils.parse_args(grpo_fast.Args))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -57,15 +46,6 @@ def test_a_checkpoint_of_adapters_becomes_what_the_run_saves(adapted, tmp_path):
         assert ours.keys() == want.keys() and all(torch.equal(ours[key], want[key]) for key in ours)
 
 
-def test_an_adapter_that_the_second_of_two_engines_lacks_ends_the_run(tiny_models, data, tmp_path):  # noqa: F811
-    """grpo_fast.py asks each of its engines."""
-    (tmp_path / "lacks.py").write_text(LACKS)
-    flags = f"--exp_name x --total_episodes 192 {LORA} {TRANSFORMERS} --num_learners_per_node 1 --vllm_num_engines 2"
-    line = command(tiny_models(), data, tmp_path, flags, ranks=3, script=str(tmp_path / "lacks.py"))
-    error = check(programs.run(line, **ENV), ok=False)
-    assert "on a trial of all adapters" in error and "an adapter did not reach the engine" in error
-
-
 SAME = f"{LORA} --lora_merge --save_freq 1 --checkpoint_state_freq 2 --seed 3 {TRANSFORMERS}"
 
 
@@ -75,18 +55,6 @@ def whole(tiny_models, data, tmp_path_factory):  # noqa: F811
     out = tmp_path_factory.mktemp("whole")
     check(programs.run(command(tiny_models(), data, out, f"--exp_name whole --total_episodes 256 {SAME}"), **ENV))
     return out / "whole"
-
-
-@pytest.mark.house
-def test_a_run_with_adapters_resumes(whole, tiny_models, data, tmp_path):  # noqa: F811
-    for flags in ("--total_episodes 128", "--total_episodes 256 --resume --resume_anyway"):
-        line = command(tiny_models(), data, tmp_path, f"--exp_name broken {SAME} {flags}")
-        check(programs.run(line, **ENV))
-    broken = tmp_path / "broken"
-    a, b = ([untimed(row) for row in read(path / "metrics.jsonl")] for path in (whole, broken))
-    assert a == b and len(a) == 4
-    a, b = (weights(path / "model_merged") for path in (whole, broken))
-    assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_adapters_in_processes_of_their_own(whole, tiny_models, data, tmp_path):  # noqa: F811

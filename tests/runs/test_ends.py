@@ -73,19 +73,6 @@ NAN = """
 
     utils.Rollout.append = append
 """
-FULL = """
-    import errno, pathlib
-    opened, calls = pathlib.Path.open, []
-
-    def broken(self, mode="r", *more, **how):
-        if self.suffix == ".jsonl" and "a" in mode:
-            calls.append(self)
-            if len(calls) in (3, 4, 5):
-                raise OSError(errno.ENOSPC, "No space left on device")
-        return opened(self, mode, *more, **how)
-
-    pathlib.Path.open = broken
-"""
 
 
 @pytest.fixture
@@ -147,22 +134,11 @@ def test_an_error_in_between_leaves_a_checkpoint_with_the_same_bits(run, tmp_pat
 
 @pytest.mark.parametrize("versions, status", [((1, 2), 0), ((1, 2, 3), 1)])
 def test_logprobs_that_are_no_numbers_are_forgiven_twice(run, tmp_path, versions, status):
-    """Each such step leaves its batch; the third in a row ends the run."""
     done = run("grpo.py", "x", fault=NAN.replace("VERSIONS", str(versions)))
     assert done.returncode == status, done.stderr[-2000:]
-    batch = torch.load(tmp_path / "x" / "nonfinite_step_2_rank_0.pt", weights_only=True)[0]
-    assert batch["vllm_logprobs"].isnan().any() and batch["input_ids"].shape == batch["targets"].shape
     if status:
         assert "non-finite gradients in 3 steps in a row" in last_line(done)
         assert (tmp_path / "x" / "checkpoints" / "step_4").exists()
-
-
-@pytest.mark.house
-def test_a_disk_that_is_full_for_a_while_costs_nothing(run, tmp_path):
-    done = run("grpo.py", "x", "--save_traces", fault=FULL)
-    assert done.returncode == 0 and "cannot be written" in done.stdout, done.stderr[-2000:]
-    assert steps(tmp_path / "x") == [1, 2, 3, 4, 5]
-    assert len((tmp_path / "x" / "rollouts.jsonl").read_text().splitlines()) == 40
 
 
 REWARD = """def mine(response, ground_truth):

@@ -179,18 +179,6 @@ def test_other_programs_by_name(hub, home, out, tmp_path):
     here.program("scripts/minimal.py", "--model_name_or_path", "tiny/start", "--dataset_mixer_list", *data, *place)
 
 
-def test_a_run_by_name_goes_on_and_is_made_again_without_the_hub(hub, home, out, tmp_path):
-    Here(hub, home, out, False).train("fast", "online", out=tmp_path)  # which fills the cache
-    here = Here(hub, home, out, True)
-    flags = ["--checkpoint_state_freq", 1, "--dump_steps", 1]
-    run = here.train("fast", "again", *flags, out=tmp_path)
-    here.program("scripts/replay.py", run, "--step", 1)
-    here.program("scripts/to_hf.py", run, "--step", 1, "--out", tmp_path / "hf")
-    shutil.rmtree(run / "model")
-    here.train("fast", "again", *flags, "--resume", out=tmp_path)
-    assert content(run / "model", "tokenizer.json") == content(tmp_path / "hf", "tokenizer.json")
-
-
 def test_a_recipe_by_name(hub, home, out, tmp_path):
     """As it stands but for its size: it makes its data from the hub, and trains the model that it names."""
     shutil.copytree(hub.root / "models/tiny/start", hub.root / "models/Qwen/Qwen2.5-3B")
