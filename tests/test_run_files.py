@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import re
 import stat
 import sys
@@ -142,7 +143,7 @@ def test_a_key_comes_from_the_environment(tmp_path, monkeypatch):
         calls.check(config)
     monkeypatch.setenv("KEY_OF_TOOL", "s3cret")
     tools = calls.load_tools(config["tools"], None, config["tool_configs"])
-    assert calls.Env(config).run(calls.Call("own", {}), tools) == ("Bearer s3cret, 5 $", False)
+    assert calls.run(calls.Call("own", {}), tools, math.inf) == ("Bearer s3cret, 5 $", False)
 
 
 START = """
