@@ -1068,7 +1068,7 @@ def load_policy(args: Args, world: World, frozen: bool = False) -> Policy:
         utils.compile_layers(model)
         policy.compiled = True
     if args.gradient_checkpointing:
-        utils.checkpoint_layers(model, args.gradient_checkpointing_part)
+        utils.checkpoint_layers(model)
     return utils.shard_model(policy, model, args, world)
 
 

@@ -108,7 +108,6 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 F = TypeVar("F", bound="Flags")
 REPO = Path(__file__).resolve().parent
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-GATHER_BYTES = 5 * 2**28  # of the weights that one collective gathers: a 7B in bfloat16 takes a dozen collectives
 TIMEOUT = timedelta(days=1)  # for another rank, which may sample, score or save for hours; torch's own is 30 minutes
 
 # --- Processes --------------------------------------------------------------------------------------------------------
@@ -498,8 +497,6 @@ class ModelFlags(Refusing):
     """Attention of the learner, by transformers' names: sdpa, eager, flash_attention_2, ..."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, about a third more time."""
-    gradient_checkpointing_part: Literal["layer", "mlp"] = "layer"
-    """What gradient_checkpointing computes again. mlp: half of a layer's operations, for some four times the memory."""
     compile_layers: bool = False
     """Compile each decoder layer with torch.compile, and on a CPU the head. The start takes minutes more; what a step
     gains is not measured on GPUs. In float32 an update changes by 1e-6 of itself, and bfloat16 rounds less often."""
@@ -1929,7 +1926,6 @@ def experts_share(config: Any) -> float:
 # --- Sharding, weights, checkpoints -----------------------------------------------------------------------------------
 
 GROUP_BYTES = 2**28  # of weights in compute dtype that are gathered together, or one layer
-NARROW = 2**24  # weights of a layer that a GPU computes in less time than the host takes to tell it to
 DITHER_SLICE = 2**18  # weights dithered at a time: what they need stays in a core's cache
 
 
@@ -2063,56 +2059,19 @@ def blocks_of(model: Any) -> list[Any]:
     return [m for part in trained_parts(model) for m in part.modules() if type(m).__name__ in names]
 
 
-def checkpoint_layers(model: Any, part: str) -> None:
-    """Recompute each decoder layer in the backward, or only its MLP, whose wide activations take most of the memory.
+def checkpoint_layers(model: Any) -> None:
+    """Recompute each decoder layer in the backward.
 
     Call it after compile_layers and before shard_model, whose hooks then run once a layer. Random states are not
     kept: no layer has dropout (load_causal_lm), and packing.first_that_agrees sees that none draws numbers.
     """
-    recomputed: list[Any] = blocks_of(model)
-    if part == "mlp":
-        recomputed = [getattr(layer, "mlp", None) for layer in recomputed]
-    found = recomputed != [] and None not in recomputed
-    fix = "take layer" if part == "mlp" else "leave the flag out"
-    need(found, f"--gradient_checkpointing_part {part}: {type(model).__name__} has none: {fix}")
-    for module in recomputed:
-        is_narrow = sum(p.numel() for p in module.parameters()) <= NARROW
-        module.forward = functools.partial(recompute, module.forward, is_narrow)
-
-
-def recompute(forward: Callable[..., Any], is_narrow: bool, *args: Any, **kwargs: Any) -> Any:
-    """forward(*args, **kwargs), computed again in the backward. The same bits in one of two ways.
-
-    As a rule torch keeps track of each tensor that the backward needs, and stops before the last product, whose output
-    it does not need. A narrow layer is computed again as a whole, by the re-entrant checkpoint, which costs the host a
-    fifth less of a micro-batch. That one gives a gradient to tensors among `args` alone.
-    """
     from torch.utils.checkpoint import checkpoint
 
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    if is_narrow and gradients_go_to_arguments(args, kwargs):
-        whole = functools.partial(forward, **kwargs)
-        return checkpoint(whole, *args, use_reentrant=True, preserve_rng_state=False)
+    layers = blocks_of(model)
+    need(bool(layers), f"--gradient_checkpointing: {type(model).__name__} does not name its layers: leave the flag out")
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
-    return checkpoint(forward, *args, **options, **kwargs)
-
-
-def gradients_go_to_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a tensor among `args` takes a gradient, and none within another argument."""
-    from torch.utils._pytree import tree_leaves
-
-    found = False
-    inner: list[Any] = [kwargs]
-    for x in args:
-        if isinstance(x, Tensor):
-            found |= x.requires_grad
-        else:
-            inner.append(x)
-    for x in tree_leaves(inner):
-        if getattr(x, "requires_grad", False):
-            return False
-    return found
+    for layer in layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, **options)
 
 
 def gradient_sync(module: Any, args: Flags, last: bool) -> None:
@@ -2342,52 +2301,14 @@ def engine_weights(policy: Any, args: Flags) -> NamedTensors:
 
 
 def gather_weights(named: NamedTensors, dtype: torch.dtype) -> NamedTensors:
-    """Yield (name, whole tensor in `dtype`) of sharded weights. One collective gathers GATHER_BYTES of them. All ranks
-    must exhaust it in lock-step."""
-    bucket: list = []
-    size = 0
-    buffers = []
+    """Yield (name, whole tensor in `dtype`) of sharded weights; buffers as they are. All ranks must exhaust it in
+    lock-step."""
+    from torch.distributed.tensor import DTensor
+
     for name, weight in named:
-        if not isinstance(weight, torch.nn.Parameter):
-            buffers.append((name, weight))
-            continue
-        bucket.append((name, weight))
-        size += weight.numel() * dtype.itemsize
-        if size >= GATHER_BYTES:
-            yield from gather_bucket(bucket, dtype)
-            bucket = []
-            size = 0
-    if bucket:
-        yield from gather_bucket(bucket, dtype)
-    yield from buffers
-
-
-def gather_bucket(bucket: Sequence[tuple[str, Tensor]], dtype: torch.dtype) -> NamedTensors:
-    """Gather the weights of a bucket with one collective. FSDP shards rows: each of R ranks holds ceil(rows / R) of
-    them, the last ranks fewer or none, so their shards are padded."""
-    mesh: Any = getattr(bucket[0][1], "device_mesh", None)  # None: nothing is sharded
-    ranks = 1 if mesh is None else mesh.size(-1)
-    if ranks == 1:
-        for name, weight in bucket:
-            yield name, shard_of(weight).to(dtype)
-        return
-    shards = [padded_shard(weight, ranks, dtype) for _, weight in bucket]
-    sizes = [len(shard) for shard in shards]
-    own = torch.cat(shards)
-    gathered = torch.empty(ranks * len(own), dtype=dtype, device=own.device)
-    dist.all_gather_single(gathered.view(torch.uint8), own.view(torch.uint8), mesh.get_group(-1))
-    shards_by_weight = gathered.view(ranks, -1).split(sizes, 1)  # (ranks, size) each
-    for (name, weight), all_shards in zip(bucket, shards_by_weight, strict=True):
-        rows = all_shards.reshape(-1, *weight.shape[1:])
-        yield name, rows[: len(weight)]
-
-
-def padded_shard(weight: Tensor, ranks: int, dtype: torch.dtype) -> Tensor:
-    """This rank's rows of a weight in `dtype`, flattened and padded to ceil(rows / ranks) rows."""
-    shard = shard_of(weight).to(dtype).flatten()
-    rows = math.ceil(len(weight) / ranks)
-    row_size = weight.numel() // len(weight)
-    return torch.nn.functional.pad(shard, (0, rows * row_size - len(shard)))
+        if isinstance(weight, torch.nn.Parameter):
+            weight = weight.detach().to(dtype)
+        yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 @unhurried()

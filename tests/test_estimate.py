@@ -182,7 +182,6 @@ FORWARD = 2 * MATRICES_7B * 620 + 4 * 28 * 3584 * PAIRS + 2 * HEAD_7B * 600
 
 @pytest.mark.parametrize("flags, forwards", [
     ({}, 3),
-    ({"gradient_checkpointing": True, "gradient_checkpointing_part": "mlp"}, 3 + 28 * 3 * 3584 * 18944 / MATRICES_7B),
     ({"load_ref_policy": True}, 4),
     ({"num_epochs": 2}, 7),  # old logprobs
     ({"lora_rank": 1}, 2),
