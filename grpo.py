@@ -582,8 +582,6 @@ class Batch:
     old_logprobs: Tensor | None = None  # None: the policy itself, detached
     ref_logprobs: Tensor | None = None
     new_logprobs: Tensor | None = None  # of the last pass over it, before that pass's optimizer step
-    top_tokens: Tensor | None = None  # with a teacher: the policy's most likely tokens, as numbers of float32
-    ref_top_tokens: Tensor | None = None
     rollouts: Any = ()  # in the order of seq_ids; no list, through whose elements FSDP would go in each forward
     # from the response mask, read before the batch goes to a GPU: reading it there would wait for the GPU
     places: Any = None  # (n,) of the flattened rows: where response_mask is True
@@ -991,8 +989,6 @@ class Policy(torch.nn.Module):
         self.width = utils.attention_width(model.config)
         self.pair_cost = 2 * self.width / self.matrices  # of attending to one more token, in tokens
         self.compiled = False  # --compile_layers
-        self.keeps_top_tokens = False  # whether forward sets top_tokens, (B, T): the most likely tokens
-        self.top_tokens: Tensor | None = None
         self.group = group  # of the ranks that share the tokens of a batch, see utils.sequence_group
 
     def flops(self, tokens: float, pairs: float, responses: float) -> float:
@@ -1031,12 +1027,6 @@ class Policy(torch.nn.Module):
         compiled = on_gpu or self.compiled
         chunk = LOGPROB_CHUNK * (3 if on_gpu else 1)
         logprobs, entropy = HeadLogprobs.apply(hidden, weight, targets, temperature, chunk, compiled)
-        if self.keeps_top_tokens:
-            top_tokens = []
-            for x in hidden.detach().split(chunk):
-                logits = x @ weight.detach().T
-                top_tokens.append(logits.argmax(1))
-            self.top_tokens = self.in_rows(torch.cat(top_tokens), batch, part)
         return self.in_rows(logprobs, batch, part), self.in_rows(entropy, batch, part)
 
     def in_rows(self, values: Tensor, batch: Batch, part: Batch | BatchPart) -> Tensor:
@@ -1111,14 +1101,12 @@ def load_learner(args: Args, world: World) -> Learner:
     """A learner before its first update. All ranks."""
     has_teacher = args.ref_model_name_or_path != ""
     policy = load_policy(args, world)
-    policy.keeps_top_tokens = has_teacher
     ref_policy = None
     if args.load_ref_policy and args.lora_rank and not has_teacher:
         ref_policy = policy
     elif args.load_ref_policy:
         is_frozen = args.ref_policy_update_freq is None  # a refresh makes weights between those of the compute dtype
         ref_policy = load_policy(args.of_reference(), world, is_frozen).requires_grad_(False)
-        ref_policy.keeps_top_tokens = has_teacher
     optimizer, scheduler = make_optimizer(policy, args)
     return Learner(policy, ref_policy, optimizer, scheduler)
 
@@ -1129,15 +1117,12 @@ def fill_logprobs(policy: Policy, batches: Sequence[Batch], name: str, forwards:
 
     All ranks run the same number of `forwards`, with idle batches at the end, because FSDP gathers weights in each.
     """
-    is_reference = name == "ref_logprobs"
-    adapters = utils.without_adapters(policy.model) if is_reference else contextlib.nullcontext()
+    adapters = utils.without_adapters(policy.model) if name == "ref_logprobs" else contextlib.nullcontext()
     with adapters:
         for i in range(forwards):
             batch = batches[i] if i < len(batches) else idle_batch()
             logprobs, _ = policy(batch, args.temperature)
             setattr(batch, name, logprobs)
-            if is_reference:
-                batch.ref_top_tokens = policy.top_tokens
 
 
 # --- Losses -----------------------------------------------------------------------------------------------------------
@@ -1565,8 +1550,6 @@ def accumulate_gradient(
             batch = batches[i]
             new_logprobs, entropy = policy(batch, args.temperature)
             batch.new_logprobs = new_logprobs.detach()
-            batch.top_tokens = policy.top_tokens
-            note_teacher(batch, metrics)
             inputs = batch.loss_inputs(new_logprobs, entropy)
             loss = grpo_loss(inputs, totals, args, metrics)
         else:
@@ -1582,13 +1565,6 @@ def count_totals(batches: Sequence[Batch], args: Args, world: World) -> Totals:
     tokens, responses = utils.all_reduce([tokens, responses], world)
     copies = args.sequence_parallel_size  # the ranks of a sequence-parallel group have the same batches
     return Totals(tokens / copies, responses / copies)
-
-
-def note_teacher(batch: Batch, metrics: Metrics) -> None:
-    """With a teacher: the share of tokens where its most likely token is the policy's."""
-    if batch.ref_top_tokens is not None:
-        agrees = (batch.top_tokens == batch.ref_top_tokens) & batch.response_mask
-        metrics.add("objective/ref_top_agreement", agrees.sum(), len(batch.places))
 
 
 def take_step(learner: Learner, args: Args, world: World, metrics: Metrics) -> bool:

@@ -81,8 +81,6 @@ def advantages(module: Any, args: Any, *scores: Sequence[float]) -> list[list[fl
 class Toy:
     """A policy whose logprobs and entropies are parameters: their gradients are what the loss says of each token."""
 
-    top_tokens = None
-
     def __init__(self, batches: Sequence[Any], log_ratio: float):
         self.new = []
         self.entropy = []

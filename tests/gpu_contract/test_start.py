@@ -265,8 +265,6 @@ def test_an_idle_batch_is_where_the_learner_computes():
     seen = []
 
     class Offloaded(torch.nn.Module):
-        top_tokens = None
-
         def __init__(self):
             super().__init__()
             self.model = torch.nn.Linear(1, 1, device="meta")
