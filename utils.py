@@ -17,7 +17,6 @@ module before torch: it sets thread counts and vLLM's switches, which both read 
 
 import bisect
 import contextlib
-import ctypes
 import functools
 import gc
 import hashlib
@@ -39,7 +38,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
@@ -151,21 +150,11 @@ def init_distributed(store: dist.Store | None = None) -> World:
     else:
         device = torch.device("cpu")
         backend = "gloo"
-        keep_freed_memory()
     if store is None and "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend, timeout=TIMEOUT)
     else:
         dist.init_process_group(backend, timeout=TIMEOUT, store=store or dist.HashStore(), rank=rank, world_size=size)
     return World(rank, local_rank, size, device)
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep freed memory: returning large tensors to the kernel takes a quarter of the time of a step on a
-    CPU."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(-4, 0)  # M_MMAP_MAX
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def all_reduce(values: Sequence[float], world: World, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[float]:
@@ -254,15 +243,6 @@ def make_deterministic(args: "Flags") -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # ty: ignore[missing-attribute]  # finds bugs only
-
-
-def pin(cores: Iterable[int]) -> set[int]:
-    """Keep this process on these cores, where the system can (macOS cannot). Returns the cores it had."""
-    if not hasattr(os, "sched_setaffinity"):
-        return ALL_CORES
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    return before
 
 
 def run_script(main: Callable[[Any], Any], args_class: Any) -> None:
@@ -1940,8 +1920,6 @@ def shard_model(module: torch.nn.Module, model: Any, args: Flags, world: World) 
     cast. --offload reference keeps the shards of a model that does not train in host memory. See needs_no_wrapper for
     when `module` stays the plain one that it is.
     """
-    if world.is_main:
-        warn_of_dropout(model)
     trains = any(p.requires_grad for p in model.parameters())
     if needs_no_wrapper(args, world.size, trains):
         return place_model(module, model, args, world)
@@ -1973,17 +1951,6 @@ def shard_model(module: torch.nn.Module, model: Any, args: Flags, world: World) 
         optimizers.add(module)
     cast_weights(module, names, args)
     return fully_shard(module, **options, reshard_after_forward=False)
-
-
-def warn_of_dropout(model: torch.nn.Module) -> None:
-    """Print which layers still have dropout: with it the same weights give other logprobs from call to call."""
-    names = []
-    for name, module in model.named_modules():
-        share = module.p if isinstance(module, torch.nn.Dropout) else getattr(module, "attention_dropout", 0.0)
-        if share:
-            names.append(name)
-    if names:
-        print(f"WARNING: dropout is on in {len(names)} layers, such as {names[0]}; fine if you meant it", flush=True)
 
 
 def needs_no_wrapper(args: Any, ranks: int, trains: bool) -> bool:
@@ -2883,7 +2850,8 @@ class Logger:
         self.num_steps = num_steps
         self.step_width = max(9, len(f"{num_steps}/{num_steps}"))
         self.header_shown = False
-        self.step_ends = deque([time.monotonic()], maxlen=20)  # of the last steps: a step's time changes over a run
+        self.start_step = start_step
+        self.start = time.monotonic()
         if (run_dir / "metrics.jsonl").exists():
             from scripts.parts.run_files import forget_after
 
@@ -2923,14 +2891,13 @@ class Logger:
         return " ".join(cells)
 
     def _time_left(self, step: int) -> str:
-        """Hours:minutes:seconds that the remaining steps take at the mean pace of the last ones, evaluation and saving
+        """Hours:minutes:seconds that the remaining steps take at the mean pace since the start, evaluation and saving
         included."""
-        if step == 0:
-            self.step_ends[-1] = time.monotonic()  # the evaluation before the first step
+        done = step - self.start_step
+        if done == 0:
+            self.start = time.monotonic()  # after the evaluation before the first step
             return ""
-        self.step_ends.append(time.monotonic())
-        pace = (self.step_ends[-1] - self.step_ends[0]) / (len(self.step_ends) - 1)
-        seconds_left = pace * (self.num_steps - step)
+        seconds_left = (time.monotonic() - self.start) / done * (self.num_steps - step)
         minutes, seconds = divmod(round(seconds_left), 60)
         hours, minutes = divmod(minutes, 60)
         return f"{hours}:{minutes:02}:{seconds:02}"

@@ -38,7 +38,7 @@ def make_rollouts(count):
     return [grpo.Rollout(prompt, 0, i, text=f"answer {i}", score=float(i), finish_reason="stop") for i in range(count)]
 
 
-def test_time_left_is_the_pace_of_the_last_steps(tmp_path, world, monkeypatch, capsys):
+def test_time_left_is_the_mean_pace(tmp_path, world, monkeypatch, capsys):
     now = [100.0]
     monkeypatch.setattr(utils.time, "monotonic", lambda: now[0])
     logger = make_logger(tmp_path, world, num_steps=1000)
@@ -50,7 +50,7 @@ def test_time_left_is_the_pace_of_the_last_steps(tmp_path, world, monkeypatch, c
     for step in range(3, 40):
         now[0] += 2.0
         logger.log({"training_step": step, "objective/scores": math.nan})
-    assert capsys.readouterr().out.splitlines()[-1].split()[-1] == "0:32:02"  # 961 x 2 s
+    assert capsys.readouterr().out.splitlines()[-1].split()[-1] == "0:42:43"  # 961 x (10 + 20 + 37 x 2) / 39 s
 
 
 def test_a_step_is_one_line_of_120_columns_whatever_its_numbers_are(tmp_path, world, capsys, monkeypatch):

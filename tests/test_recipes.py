@@ -18,6 +18,7 @@ import grpo
 import grpo_fast
 import rewards
 import utils
+from scripts.parts import checks
 from scripts.reports import benchmark_report, metrics
 from scripts.train.debug import smoke
 from tests import programs
@@ -93,11 +94,11 @@ def check(command, script, args, nodes):
         args.check(ranks)
         return ranks
     if command[0] == "python":
-        grpo_fast.check_fast_args(args, None, 1)
+        checks.check_fast(args, None, 1)
         ranks = sum(args.num_learners_per_node) + args.vllm_num_engines * args.vllm_tensor_parallel_size
     else:
         ranks = 8 * nodes
-        grpo_fast.check_fast_args(args, ranks, 8)
+        checks.check_fast(args, ranks, 8)
     args.check(1, fast=True)
     return 1 if args.single_gpu_mode else ranks
 

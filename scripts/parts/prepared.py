@@ -220,22 +220,18 @@ def made(rows: Iterable[Row], make: Callable[..., Prompt], args: Any) -> Iterato
     so that they have its tokenizer and verifiers, and end with it."""
     rows = iter(rows)
     longest = args.max_prompt_token_length
-    before = utils.pin(utils.ALL_CORES)
     context = multiprocessing.get_context("fork")
     waiting: deque[Future[Made]] = deque()
     cores = len(utils.ALL_CORES)
-    try:
-        with ProcessPoolExecutor(cores, context, initializer=be_worker, initargs=(make, longest)) as pool:
-            chunk = list(islice(rows, CHUNK))
-            while chunk:
-                waiting.append(pool.submit(make_chunk, chunk))
-                if len(waiting) > 2 * cores:
-                    yield waiting.popleft().result()
-                chunk = list(islice(rows, CHUNK))
-            while waiting:
+    with ProcessPoolExecutor(cores, context, initializer=be_worker, initargs=(make, longest)) as pool:
+        chunk = list(islice(rows, CHUNK))
+        while chunk:
+            waiting.append(pool.submit(make_chunk, chunk))
+            if len(waiting) > 2 * cores:
                 yield waiting.popleft().result()
-    finally:
-        utils.pin(before)
+            chunk = list(islice(rows, CHUNK))
+        while waiting:
+            yield waiting.popleft().result()
 
 
 WORK: list[Any] = []  # of a worker: how it makes a prompt, and the longest that it keeps

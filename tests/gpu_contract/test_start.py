@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 import grpo
 import grpo_fast
 import utils
-from scripts.parts import addresses, guards
+from scripts.parts import addresses, checks, guards
 
 
 class Enough(Exception):
@@ -89,7 +89,7 @@ def test_an_engine_may_share_a_gpu_and_a_learner_may_not(monkeypatch):
 
     def check(flags):
         line = f"--model_name_or_path x --single_gpu_mode {flags}"
-        grpo_fast.check_fast_args(utils.parse_args(grpo.Args, line.split()), None, 1)
+        checks.check_fast(utils.parse_args(grpo.Args, line.split()), None, 1)
 
     check("--num_learners_per_node 2 --vllm_num_engines 2")
     with pytest.raises(utils.UserError, match="need 3 GPUs"):

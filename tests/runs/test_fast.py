@@ -15,6 +15,7 @@ import torch
 import grpo
 import grpo_fast
 import utils
+from scripts.parts import checks
 from tests import programs
 from tests.programs import is_alive
 from tests.runs import test_run
@@ -291,7 +292,7 @@ def test_roles():
     ]  # fmt: skip
     assert [r.tp_rank for r in roles] == [0, 0, 0, 1, 0, 0, 1]
     with pytest.raises(utils.UserError, match="would span two nodes"):
-        grpo_fast.check_fast_args(dataclasses.replace(args, num_learners_per_node=[3, 1]), 8, 4)
+        checks.check_fast(dataclasses.replace(args, num_learners_per_node=[3, 1]), 8, 4)
 
 
 @pytest.mark.parametrize("flags, world, message", [
@@ -303,7 +304,7 @@ def test_roles():
 def test_refusals(flags, world, message):
     args = utils.parse_args(grpo.Args, ["--model_name_or_path", "x", *flags.split()])
     with pytest.raises(utils.UserError, match=message):
-        grpo_fast.check_fast_args(args, world, world or 1)
+        checks.check_fast(args, world, world or 1)
 
 
 @pytest.mark.house
