@@ -857,7 +857,10 @@ class HeadLogprobs(torch.autograd.Function):
         g = torch.zeros_like(entropy) if g is None else g / ctx.temperature
         if h is not None:
             h = h / ctx.temperature
-        gradients = HeadGradients(hidden, weight, ctx.needs_input_grad[1])
+        hidden_grad = torch.empty_like(hidden)
+        weight_grad = None
+        if ctx.needs_input_grad[1]:
+            weight_grad = torch.zeros_like(weight, dtype=wide(weight.dtype))  # chunks add up in it
         backward_chunk = chunk_function(HeadLogprobs.backward_chunk, ctx.compiled)
         for part in chunks(len(targets), ctx.chunk):
             h_part = None if h is None else h[part]
@@ -871,8 +874,12 @@ class HeadLogprobs(torch.autograd.Function):
                 h_part,
                 ctx.temperature,
             )
-            gradients.add(part, logits_grad)
-        return *gradients.total(), None, None, None, None
+            hidden_grad[part] = logits_grad @ weight
+            if weight_grad is not None:
+                weight_grad += logits_grad.T @ hidden[part]
+        if weight_grad is not None:
+            weight_grad = weight_grad.to(weight.dtype)
+        return hidden_grad, weight_grad, None, None, None, None
 
     @staticmethod
     def logits(hidden, weight, temperature: float):
@@ -916,30 +923,6 @@ def chunks(n: int, size: int) -> Iterator[slice]:
         yield slice(start, start + size)
 
 
-class HeadGradients:
-    """The gradients of a loss by hidden states and head, from those by the logits of one chunk after the other."""
-
-    def __init__(self, hidden: Tensor, weight: Tensor, trains_weight: bool):
-        self.inputs = hidden
-        self.head = weight
-        self.hidden = torch.empty_like(hidden)
-        self.weight: Tensor | None = None
-        if trains_weight:
-            self.weight = torch.zeros_like(weight, dtype=wide(weight.dtype))  # chunks add up in it
-
-    def add(self, part: slice, logits_grad: Tensor) -> None:
-        """Add a chunk: logits_grad (chunk, V) is d loss / d u of the tokens `part`, in the head's dtype."""
-        self.hidden[part] = logits_grad @ self.head
-        if self.weight is not None:
-            self.weight += logits_grad.T @ self.inputs[part]
-
-    def total(self) -> tuple[Tensor, Tensor | None]:
-        """By hidden states and by the head, None if that does not train, after the last chunk."""
-        if self.weight is None:
-            return self.hidden, None
-        return self.hidden, self.weight.to(self.head.dtype)
-
-
 def softmax_gradient(logp, entropy, g, h):
     """-p (g + h (log p + H)), the part of d loss / d u that every logit has. Overwrites `logp`.
 
@@ -957,11 +940,11 @@ def softmax_gradient(logp, entropy, g, h):
 
 
 @functools.cache
-def chunk_function(function: Callable, compiled: bool, backend: str | Callable = "inductor") -> Callable:
+def chunk_function(function: Callable, compiled: bool) -> Callable:
     """forward_chunk or backward_chunk; if `compiled`, one that reads and writes the logits once a pass."""
     if not compiled:
         return function
-    return functools.partial(run_fused, torch.compile(function, backend=backend))
+    return functools.partial(run_fused, torch.compile(function))
 
 
 def run_fused(fused: Callable, hidden: Tensor, weight: Tensor, *others: Any) -> Any:
@@ -1800,7 +1783,10 @@ def main(args: Args) -> Path | None:
     last_step = num_training_steps(args)
     for number in utils.profiled(utils.STOP.steps(range(first_step, last_step + 1)), args, world):
         step = Step(number)
-        utils.take_state(args, number - 1, policy, run.learner.optimizer, engine, world)
+        if args.load_states and number > 1:
+            from scripts.parts import checkpoints
+
+            checkpoints.take_state(args, number - 1, policy, run.learner.optimizer, engine, world)
         if engine is None:
             from scripts.parts import dumps
 

@@ -226,15 +226,12 @@ def on_main(function: Callable[[], T], world: World) -> T:
 
 
 def after_restart(args: F) -> F:
-    """The flags of ranks that torchrun --max-restarts has started again: they resume from the newest checkpoint, or
-    without a checkpoint begin the run anew. A directory that another torchrun began is refused as before, so its flags
-    stay as they are."""
+    """The flags of ranks that torchrun --max-restarts has started again: they resume. A directory that another torchrun
+    began is refused as before, so its flags stay as they are."""
     from scripts.parts import run_files
 
-    if not run_files.begun_by_this_torchrun(args.run_dir):
-        return args
-    has_checkpoint = (args.run_dir / "checkpoints" / "latest").exists()
-    return replace(args, resume=has_checkpoint, overwrite=not has_checkpoint)
+    is_own = run_files.begun_by_this_torchrun(args.run_dir)
+    return replace(args, resume=True, overwrite=False) if is_own else args
 
 
 def make_deterministic(args: "Flags") -> None:
@@ -264,16 +261,12 @@ def run_script(main: Callable[[Any], Any], args_class: Any) -> None:
 
 
 def words_of(error: Exception) -> str:
-    """An error in one line. Of a GPU without memory it says what helps; where the memory of this process is capped, and
-    that may be why, it names the cap."""
+    """An error in one line. Of a GPU without memory it says what helps."""
     kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
     words = kind + " ".join(str(error).split())
     if isinstance(error, torch.OutOfMemoryError):
         helps = "a smaller --pack_length, --gradient_checkpointing, a smaller --vllm_gpu_memory_utilization"
         return f"{words[:200]}... What helps most: {helps}; --dry_run says how much"
-    most, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if "memory" in words.lower() and most != resource.RLIM_INFINITY:
-        words += f" (ulimit -v {most // 1024}: this process may have {most / 2**30:.1f} GiB of addresses)"
     return words
 
 
@@ -1641,43 +1634,9 @@ def _flex_attention() -> Callable:
     return torch.compile(flex_attention, **prepare_compiler())  # uncompiled it makes the scores of all pairs
 
 
-def small_tiles(size: int) -> dict[str, int]:
-    """Options with which flex attention's kernels take less shared memory than with torch's own."""
-    return {
-        "fwd_BLOCK_M": 2 * size,
-        "fwd_BLOCK_N": size,
-        "bwd_BLOCK_M1": size,
-        "bwd_BLOCK_N1": size,
-        "bwd_BLOCK_M2": size,
-        "bwd_BLOCK_N2": size,
-        "fwd_num_stages": 1,
-        "bwd_num_stages": 1,
-    }
-
-
-# Options of flex attention's kernels; the first that run are used. With torch's own, {}, heads of 256 (of 128 in
-# float32) need up to 150 KB of shared memory, and a 4090, an L40S or a consumer Blackwell has 99.
-FLEX_OPTIONS: list[dict[str, int]] = [{}, small_tiles(32), small_tiles(16)]
-
-
 def fit_flex_attention(config: Any, dtype: torch.dtype, tokens: int, device: torch.device) -> str:
-    """Drop the FLEX_OPTIONS with which a forward and backward of a pack of `tokens` fails for this model's heads on
-    this GPU. Returns "", or why none is left."""
-    problem = "as before"  # an earlier model has left none
-    while FLEX_OPTIONS:
-        try:
-            _try_flex_attention(config, dtype, tokens, device)
-            return ""
-        except (torch.OutOfMemoryError, TypeError, AttributeError, NameError, ImportError):
-            raise  # another kernel would not help, and these are errors of a program
-        except Exception as error:  # torch, Inductor, Triton and the driver raise classes of their own
-            problem = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-            FLEX_OPTIONS.pop(0)
-    return problem
-
-
-def _try_flex_attention(config: Any, dtype: torch.dtype, tokens: int, device: torch.device) -> None:
-    """Run flex attention over a pack of `tokens`, forward and backward, with the first of FLEX_OPTIONS."""
+    """Run flex attention over a pack of `tokens`, forward and backward, for this model's heads on this GPU. Returns "",
+    or why that fails: heads of 256, or of 128 in float32, need more shared memory than some GPUs have."""
     shared = tokens // 2
     layout = Layout([(shared, [tokens - shared])], device)
     heads, kv_heads, width = max(attention_heads(config), key=lambda layer: layer.width)
@@ -1686,8 +1645,14 @@ def _try_flex_attention(config: Any, dtype: torch.dtype, tokens: int, device: to
     query = torch.ones(1, heads, tokens, width, **options)
     key = torch.ones(kv_shape, **options)
     value = torch.ones(kv_shape, **options)
-    mixed, _ = pack_attention(torch.nn.Module(), query, key, value, None, layout=layout, flex=True)
-    mixed.sum().backward()
+    try:
+        mixed, _ = pack_attention(torch.nn.Module(), query, key, value, None, layout=layout, flex=True)
+        mixed.sum().backward()
+    except (torch.OutOfMemoryError, TypeError, AttributeError, NameError, ImportError):
+        raise  # these are no matter of the kernel
+    except Exception as error:  # torch, Inductor, Triton and the driver raise classes of their own
+        return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    return ""
 
 
 def pack_attention(
@@ -1726,8 +1691,7 @@ def pack_attention(
     if not flex:
         return _attend_by_piece(query, key, value, scaling, layout), None
     # else packs of fewer than 128 tokens get torch's kernels for decoding, which our block masks do not fit
-    backend = {"BACKEND": "TRITON"}
-    options: dict[str, Any] = {"scale": scaling, "kernel_options": FLEX_OPTIONS[0] | backend}
+    options: dict[str, Any] = {"scale": scaling, "kernel_options": {"BACKEND": "TRITON"}}
     grouped = query.shape[1] != key.shape[1]
     mixed = _flex_attention()(query, key, value, block_mask=layout.block_mask, enable_gqa=grouped, **options)
     return mixed.transpose(1, 2).contiguous(), None
@@ -2393,18 +2357,6 @@ def profiled(steps: Iterable[int], args: Flags, world: World) -> Iterator[int]:
                 yield step
         else:
             yield step
-
-
-def take_state(
-    args: Flags, step: int, policy: Any, optimizer: torch.optim.Optimizer, engine: Engine | None, world: World
-) -> None:
-    """With --load_states: load the other run's weights and moments after `step`. After step 0 they are the start
-    model's, which are loaded already."""
-    if not args.load_states or step == 0:
-        return
-    from scripts.parts import checkpoints
-
-    checkpoints.take_state(args, step, policy, optimizer, engine, world)
 
 
 class Stop:

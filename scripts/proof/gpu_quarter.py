@@ -180,8 +180,7 @@ def check_packs(job: Job, head_dim: int, heads: int, kv_heads: int) -> None:
             name = str(dtype).removeprefix("torch.")
             if GPUS and (tokens, window) == lengths[0]:
                 problem = utils.fit_flex_attention(config, dtype, tokens, DEVICE)
-                left = len(utils.FLEX_OPTIONS)
-                job.note(f"flex attention, {name}", ok=not problem, problem=problem, options=left)
+                job.note(f"flex attention, {name}", ok=not problem, problem=problem)
             case = f"{head_dim} x {heads} / {kv_heads}, {name}, responses of {tokens}, window {window}"
             compare_packs(job, case, config, dtype, tokens)
 
