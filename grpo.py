@@ -1563,7 +1563,9 @@ def take_step(learner: Learner, args: Args, world: World, metrics: Metrics) -> b
 
     if math.isfinite(norm):
         learner.optimizer.step()
-    return is_sound(policy, norm)
+    # float16: a scale above 1 has fallen now, and may have been the reason
+    scale = float(getattr(policy, "loss_scale", 1.0))
+    return math.isfinite(norm) or scale > 1
 
 
 def clip_gradient(policy: torch.nn.Module, args: Any, world: World, metrics: Metrics) -> float:
@@ -1596,11 +1598,6 @@ def free_for_moments(device: torch.device) -> None:
     it, and keep it from an engine that wakes up."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def is_sound(policy: Any, norm: float) -> bool:
-    """Whether a gradient of this norm is finite, or beyond float16 for the loss's scale alone, which has fallen now."""
-    return math.isfinite(norm) or float(getattr(policy, "loss_scale", 1.0)) > 1
 
 
 @torch.no_grad()

@@ -438,7 +438,6 @@ class Engines(utils.Sampler):
         self.echo = guards.Echo(args)
         self.watchdog = watchdog
         watchdog.outstanding = self.outstanding
-        self.wakes_for_each = args.deterministic  # each end wakes the waiting: a checkpoint may wait for any rollout
         self.rounds = None  # of turns that start together
         if fixed_order(args).turns:
             from scripts.parts import turns
@@ -513,7 +512,7 @@ class Engines(utils.Sampler):
             if self.rounds is not None:
                 turns = self.rounds.answer(name, request)
             if request is None:
-                if name in self.finished or self.wakes_for_each:
+                if name in self.finished:
                     self.changed.notify_all()
                 self.finished[name] = time.perf_counter()
                 del self.on_end[name]

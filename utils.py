@@ -2239,7 +2239,9 @@ def gather_weights(named: NamedTensors, dtype: torch.dtype) -> NamedTensors:
     for name, weight in named:
         if isinstance(weight, torch.nn.Parameter):
             weight = weight.detach().to(dtype)
-        yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
+        if isinstance(weight, DTensor):
+            weight = weight.full_tensor()
+        yield name, weight
 
 
 @unhurried()
@@ -2849,7 +2851,8 @@ class Logger:
         if done == 0:
             self.start = time.monotonic()  # after the evaluation before the first step
             return ""
-        seconds_left = (time.monotonic() - self.start) / done * (self.num_steps - step)
+        pace = (time.monotonic() - self.start) / done
+        seconds_left = pace * (self.num_steps - step)
         minutes, seconds = divmod(round(seconds_left), 60)
         hours, minutes = divmod(minutes, 60)
         return f"{hours}:{minutes:02}:{seconds:02}"

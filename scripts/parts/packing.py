@@ -22,7 +22,6 @@ WAYS = {  # the fastest first
     "rows": "WARNING: this model {}, so each response has a row of its own",
 }
 LAYERS = set("full_attention sliding_attention chunked_attention attention moe mlp dense sparse".split())  # of no state
-FLEX_PROBLEMS: list[str] = []  # why flex attention does not run in this process
 KERNELS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d"}  # module: package, for GPUs
 RECURRENT = {"rwkv", "xlstm"}  # models that do not name their layers
 KEEP_THEIR_WINDOW = {"doge", "phimoe", "qwen2_moe"}  # in a mask of their own: the attention is not told
@@ -105,11 +104,11 @@ def told(way: str, learner: Any, args: Any) -> str:
     if args.ref_model_name_or_path:
         policies.append(learner.ref_policy)
     reasons = [reason_for_rows(policy.model.config, args) for policy in policies]
-    if FLEX_PROBLEMS:
-        reasons.append("needs flex attention, which does not run here")
-    reasons.append("computes other logprobs in a pack than for a response alone")
-    text = WAYS["rows"].format(next(filter(None, reasons)))
-    return "\n".join([text, *slow_layers(policies)])
+    reasons.append("has no flex attention here, or computes other logprobs in a pack than for a response alone")
+    reason = next(filter(None, reasons))
+    text = WAYS["rows"].format(reason)
+    lines = [text, *slow_layers(policies)]
+    return "\n".join(lines)
 
 
 def slow_layers(policies: Sequence[Any]) -> list[str]:
@@ -165,9 +164,7 @@ def flex_attention_runs(config: Any, args: Any, world: World) -> bool:
         problem = utils.fit_flex_attention(config, utils.DTYPES[args.model_dtype], args.pack_length, world.device)
     problem = max(utils.all_gather(problem, world))
     if problem:
-        FLEX_PROBLEMS.append(problem)
-    if problem and world.is_main:
-        print(f"WARNING: flex attention does not run here ({problem}): each response gets a row of its own")
+        utils.say(f"WARNING: flex attention does not run here ({problem}): each response gets a row of its own")
     return not problem
 
 

@@ -223,15 +223,18 @@ def made(rows: Iterable[Row], make: Callable[..., Prompt], args: Any) -> Iterato
     context = multiprocessing.get_context("fork")
     waiting: deque[Future[Made]] = deque()
     cores = len(utils.ALL_CORES)
-    with ProcessPoolExecutor(cores, context, initializer=be_worker, initargs=(make, longest)) as pool:
-        chunk = list(islice(rows, CHUNK))
-        while chunk:
-            waiting.append(pool.submit(make_chunk, chunk))
-            if len(waiting) > 2 * cores:
-                yield waiting.popleft().result()
-            chunk = list(islice(rows, CHUNK))
-        while waiting:
-            yield waiting.popleft().result()
+    most = 2 * cores
+    work = (make, longest)
+    chunks = iter(lambda: list(islice(rows, CHUNK)), [])
+    with ProcessPoolExecutor(cores, context, initializer=be_worker, initargs=work) as pool:
+        for chunk in chunks:
+            future = pool.submit(make_chunk, chunk)
+            waiting.append(future)
+            if len(waiting) > most:
+                future = waiting.popleft()
+                yield future.result()
+        for future in waiting:
+            yield future.result()
 
 
 WORK: list[Any] = []  # of a worker: how it makes a prompt, and the longest that it keeps

@@ -88,8 +88,9 @@ class Toy:
         for batch in batches:
             batch.old_logprobs = batch.vllm_logprobs.clone()
             new = batch.old_logprobs + log_ratio
+            entropy = torch.ones_like(new)
             self.new.append(new.requires_grad_())
-            self.entropy.append(torch.ones_like(new).requires_grad_())
+            self.entropy.append(entropy.requires_grad_())
 
     def __call__(self, batch: Any, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         i = self.calls

@@ -68,13 +68,14 @@ def start_servers(
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         log = log_dir / f"{name}_{i}.log"
+        own = env | {"CUDA_VISIBLE_DEVICES": devices}
         with log.open("w") as out:
             servers.processes[log] = subprocess.Popen(
                 ["sh", "-c", WITH_STDIN, "sh", *command, f"--port={port}"],
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=out,
-                env=env | {"CUDA_VISIBLE_DEVICES": devices},
+                env=own,
                 start_new_session=True,  # a process group of its own; and Ctrl-C is for the run to handle
             )
         servers.base_urls.append(f"http://127.0.0.1:{port}/v1")

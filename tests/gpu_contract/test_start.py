@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 import grpo
 import grpo_fast
 import utils
-from scripts.parts import addresses, checks, guards, packing
+from scripts.parts import addresses, checks, guards
 
 
 class Enough(Exception):
@@ -229,7 +229,6 @@ def test_where_no_kernel_runs_each_response_has_a_row(tiny_models, world, monkey
     args = grpo.Args(model_name_or_path=str(tiny_models()), model_dtype="float32", pack_length=700)
     policy = grpo.load_policy(args, world)
     monkeypatch.setattr(utils, "fit_flex_attention", fit)
-    monkeypatch.setattr(packing, "FLEX_PROBLEMS", [])
     gpu = utils.World(0, 0, 1, torch.device("cuda"))
     assert grpo.choose_packing(policy, utils.Prompt(0, (5, 6, 7), "", (), ()), args, gpu) == "rows"
     assert asked == [(policy.model.config.hidden_size, torch.float32, 700, True)]

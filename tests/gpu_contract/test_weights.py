@@ -41,7 +41,7 @@ def engines():
     made.gone = 0
     made.locks, made.clocks = [threading.Lock() for _ in pipes], [grpo_fast.Clock() for _ in pipes]
     made.finished, made.on_end, made.owner, made.loads = {}, {}, {}, [0, 0]
-    made.rounds, made.wakes_for_each = None, False
+    made.rounds = None
     made.loaded, made.ready, made.group = {}, 0, Group(made)
     made.watchdog = types.SimpleNamespace(beat=lambda: None)
     for i in range(2):
