@@ -116,7 +116,8 @@ def slow_layers(policies: Sequence[Any]) -> list[str]:
     layers: set[str] = set()
     for policy in policies:
         config = policy.model.config.get_text_config()
-        layers.update(other_layers(config))
+        found = other_layers(config)
+        layers.update(found)
     missing = [package for module, package in KERNELS.items() if importlib.util.find_spec(module) is None]
     if not layers or not missing or not torch.cuda.is_available():
         return []

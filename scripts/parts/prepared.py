@@ -121,7 +121,9 @@ def key_of(flag: str, args: Any, tokenizer: Any, environment: Any) -> str:
     facts.append([importlib.metadata.version(name) for name in PACKAGES])
     for folder in (".", "scripts/parts", "scripts/tools"):
         facts += [digest_of(path) for path in sorted((utils.REPO / folder).glob("*.py"))]
-    return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:32]
+    text = json.dumps(facts, default=str)
+    digest = hashlib.sha256(text.encode())
+    return digest.hexdigest()[:32]
 
 
 def content_of(name: str, flag: str = "") -> Any:
