@@ -577,8 +577,6 @@ class Batch:
     old_logprobs: Tensor | None = None  # None: the policy itself, detached
     ref_logprobs: Tensor | None = None
     new_logprobs: Tensor | None = None  # of the last pass over it, before that pass's optimizer step
-    top_tokens: Tensor | None = None  # with a teacher: the policy's most likely tokens, as numbers of float32
-    ref_top_tokens: Tensor | None = None
     rollouts: Any = ()  # in the order of seq_ids; no list, through whose elements FSDP would go in each forward
     # from the response mask, read before the batch goes to a GPU: reading it there would wait for the GPU
     places: Any = None  # (n,) of the flattened rows: where response_mask is True
@@ -854,7 +852,10 @@ class HeadLogprobs(torch.autograd.Function):
         g = torch.zeros_like(entropy) if g is None else g / ctx.temperature
         if h is not None:
             h = h / ctx.temperature
-        gradients = HeadGradients(hidden, weight, ctx.needs_input_grad[1])
+        hidden_grad = torch.empty_like(hidden)
+        weight_grad = None
+        if ctx.needs_input_grad[1]:
+            weight_grad = torch.zeros_like(weight, dtype=wide(weight.dtype))  # chunks add up in it
         backward_chunk = chunk_function(HeadLogprobs.backward_chunk, ctx.compiled)
         for part in chunks(len(targets), ctx.chunk):
             h_part = None if h is None else h[part]
@@ -868,8 +869,12 @@ class HeadLogprobs(torch.autograd.Function):
                 h_part,
                 ctx.temperature,
             )
-            gradients.add(part, logits_grad)
-        return *gradients.total(), None, None, None, None
+            hidden_grad[part] = logits_grad @ weight
+            if weight_grad is not None:
+                weight_grad += logits_grad.T @ hidden[part]
+        if weight_grad is not None:
+            weight_grad = weight_grad.to(weight.dtype)
+        return hidden_grad, weight_grad, None, None, None, None
 
     @staticmethod
     def logits(hidden, weight, temperature: float):
@@ -913,30 +918,6 @@ def chunks(n: int, size: int) -> Iterator[slice]:
         yield slice(start, start + size)
 
 
-class HeadGradients:
-    """The gradients of a loss by hidden states and head, from those by the logits of one chunk after the other."""
-
-    def __init__(self, hidden: Tensor, weight: Tensor, trains_weight: bool):
-        self.inputs = hidden
-        self.head = weight
-        self.hidden = torch.empty_like(hidden)
-        self.weight: Tensor | None = None
-        if trains_weight:
-            self.weight = torch.zeros_like(weight, dtype=wide(weight.dtype))  # chunks add up in it
-
-    def add(self, part: slice, logits_grad: Tensor) -> None:
-        """Add a chunk: logits_grad (chunk, V) is d loss / d u of the tokens `part`, in the head's dtype."""
-        self.hidden[part] = logits_grad @ self.head
-        if self.weight is not None:
-            self.weight += logits_grad.T @ self.inputs[part]
-
-    def total(self) -> tuple[Tensor, Tensor | None]:
-        """By hidden states and by the head, None if that does not train, after the last chunk."""
-        if self.weight is None:
-            return self.hidden, None
-        return self.hidden, self.weight.to(self.head.dtype)
-
-
 def softmax_gradient(logp, entropy, g, h):
     """-p (g + h (log p + H)), the part of d loss / d u that every logit has. Overwrites `logp`.
 
@@ -954,11 +935,11 @@ def softmax_gradient(logp, entropy, g, h):
 
 
 @functools.cache
-def chunk_function(function: Callable, compiled: bool, backend: str | Callable = "inductor") -> Callable:
+def chunk_function(function: Callable, compiled: bool) -> Callable:
     """forward_chunk or backward_chunk; if `compiled`, one that reads and writes the logits once a pass."""
     if not compiled:
         return function
-    return functools.partial(run_fused, torch.compile(function, backend=backend))
+    return functools.partial(run_fused, torch.compile(function))
 
 
 def run_fused(fused: Callable, hidden: Tensor, weight: Tensor, *others: Any) -> Any:
@@ -986,8 +967,6 @@ class Policy(torch.nn.Module):
         self.width = utils.attention_width(model.config)
         self.pair_cost = 2 * self.width / self.matrices  # of attending to one more token, in tokens
         self.compiled = False  # --compile_layers
-        self.keeps_top_tokens = False  # whether forward sets top_tokens, (B, T): the most likely tokens
-        self.top_tokens: Tensor | None = None
         self.group = group  # of the ranks that share the tokens of a batch, see utils.sequence_group
 
     def flops(self, tokens: float, pairs: float, responses: float) -> float:
@@ -1026,12 +1005,6 @@ class Policy(torch.nn.Module):
         compiled = on_gpu or self.compiled
         chunk = LOGPROB_CHUNK * (3 if on_gpu else 1)
         logprobs, entropy = HeadLogprobs.apply(hidden, weight, targets, temperature, chunk, compiled)
-        if self.keeps_top_tokens:
-            top_tokens = []
-            for x in hidden.detach().split(chunk):
-                logits = x @ weight.detach().T
-                top_tokens.append(logits.argmax(1))
-            self.top_tokens = self.in_rows(torch.cat(top_tokens), batch, part)
         return self.in_rows(logprobs, batch, part), self.in_rows(entropy, batch, part)
 
     def in_rows(self, values: Tensor, batch: Batch, part: Batch | BatchPart) -> Tensor:
@@ -1063,7 +1036,7 @@ def load_policy(args: Args, world: World, frozen: bool = False) -> Policy:
         utils.compile_layers(model)
         policy.compiled = True
     if args.gradient_checkpointing:
-        utils.checkpoint_layers(model, args.gradient_checkpointing_part)
+        utils.checkpoint_layers(model)
     return utils.shard_model(policy, model, args, world)
 
 
@@ -1106,14 +1079,12 @@ def load_learner(args: Args, world: World) -> Learner:
     """A learner before its first update. All ranks."""
     has_teacher = args.ref_model_name_or_path != ""
     policy = load_policy(args, world)
-    policy.keeps_top_tokens = has_teacher
     ref_policy = None
     if args.load_ref_policy and args.lora_rank and not has_teacher:
         ref_policy = policy
     elif args.load_ref_policy:
         is_frozen = args.ref_policy_update_freq is None  # a refresh makes weights between those of the compute dtype
         ref_policy = load_policy(args.of_reference(), world, is_frozen).requires_grad_(False)
-        ref_policy.keeps_top_tokens = has_teacher
     optimizer, scheduler = make_optimizer(policy, args)
     return Learner(policy, ref_policy, optimizer, scheduler)
 
@@ -1124,15 +1095,12 @@ def fill_logprobs(policy: Policy, batches: Sequence[Batch], name: str, forwards:
 
     All ranks run the same number of `forwards`, with idle batches at the end, because FSDP gathers weights in each.
     """
-    is_reference = name == "ref_logprobs"
-    adapters = utils.without_adapters(policy.model) if is_reference else contextlib.nullcontext()
+    adapters = utils.without_adapters(policy.model) if name == "ref_logprobs" else contextlib.nullcontext()
     with adapters:
         for i in range(forwards):
             batch = batches[i] if i < len(batches) else idle_batch()
             logprobs, _ = policy(batch, args.temperature)
             setattr(batch, name, logprobs)
-            if is_reference:
-                batch.ref_top_tokens = policy.top_tokens
 
 
 # --- Losses -----------------------------------------------------------------------------------------------------------
@@ -1560,8 +1528,6 @@ def accumulate_gradient(
             batch = batches[i]
             new_logprobs, entropy = policy(batch, args.temperature)
             batch.new_logprobs = new_logprobs.detach()
-            batch.top_tokens = policy.top_tokens
-            note_teacher(batch, metrics)
             inputs = batch.loss_inputs(new_logprobs, entropy)
             loss = grpo_loss(inputs, totals, args, metrics)
         else:
@@ -1579,13 +1545,6 @@ def count_totals(batches: Sequence[Batch], args: Args, world: World) -> Totals:
     return Totals(tokens / copies, responses / copies)
 
 
-def note_teacher(batch: Batch, metrics: Metrics) -> None:
-    """With a teacher: the share of tokens where its most likely token is the policy's."""
-    if batch.ref_top_tokens is not None:
-        agrees = (batch.top_tokens == batch.ref_top_tokens) & batch.response_mask
-        metrics.add("objective/ref_top_agreement", agrees.sum(), len(batch.places))
-
-
 def take_step(learner: Learner, args: Args, world: World, metrics: Metrics) -> bool:
     """Take an optimizer step with the clipped gradient. If that is not finite nothing changes, and False is returned
     unless the range of float16 is the reason. All ranks."""
@@ -1599,7 +1558,9 @@ def take_step(learner: Learner, args: Args, world: World, metrics: Metrics) -> b
 
     if math.isfinite(norm):
         learner.optimizer.step()
-    return is_sound(policy, norm)
+    # float16: a scale above 1 has fallen now, and may have been the reason
+    scale = float(getattr(policy, "loss_scale", 1.0))
+    return math.isfinite(norm) or scale > 1
 
 
 def clip_gradient(policy: torch.nn.Module, args: Any, world: World, metrics: Metrics) -> float:
@@ -1632,11 +1593,6 @@ def free_for_moments(device: torch.device) -> None:
     it, and keep it from an engine that wakes up."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def is_sound(policy: Any, norm: float) -> bool:
-    """Whether a gradient of this norm is finite, or beyond float16 for the loss's scale alone, which has fallen now."""
-    return math.isfinite(norm) or float(getattr(policy, "loss_scale", 1.0)) > 1
 
 
 @torch.no_grad()
@@ -1819,7 +1775,10 @@ def main(args: Args) -> Path | None:
     last_step = num_training_steps(args)
     for number in utils.profiled(utils.STOP.steps(range(first_step, last_step + 1)), args, world):
         step = Step(number)
-        utils.take_state(args, number - 1, policy, run.learner.optimizer, engine, world)
+        if args.load_states and number > 1:
+            from scripts.parts import checkpoints
+
+            checkpoints.take_state(args, number - 1, policy, run.learner.optimizer, engine, world)
         if engine is None:
             from scripts.parts import dumps
 

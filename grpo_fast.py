@@ -108,14 +108,6 @@ def roles_of(args: Args, rank: int, ranks_per_node: int) -> Roles:
     return Roles(sum(args.num_learners_per_node), args.vllm_num_engines, tp, is_learner, index, tp_rank)
 
 
-def check_fast_args(args: Args, world_size: int | None, ranks_per_node: int) -> None:
-    """Refuse flags that only grpo_fast.py refuses. world_size is None if this script starts the processes itself, on
-    one node."""
-    from scripts.parts import checks
-
-    checks.check_fast(args, world_size, ranks_per_node)
-
-
 def launch(args: Args) -> None:
     """Start all ranks on this machine. Each runs this script, with open-instruct's flags already translated. Ranks that
     compute at the same time share the threads that grpo.py would have; those that take turns have as many each."""
@@ -130,14 +122,6 @@ def launch(args: Args) -> None:
     names = [roles_of(args, rank, ranks).name for rank in range(ranks)]
     flags = checks.translate(sys.argv[1:], checks.names_of(Args)).line
     launcher.launch(names, [__file__, *flags])
-
-
-def pin_cores(args: Args) -> None:
-    """Give this rank its own cores if the ranks compute at the same time and there are enough cores."""
-    cores = sorted(utils.ALL_CORES)
-    ranks = int(os.environ["LOCAL_WORLD_SIZE"])
-    if args.async_steps > 0 and not torch.cuda.is_available() and len(cores) >= ranks:
-        utils.pin(cores[int(os.environ["LOCAL_RANK"]) :: ranks])
 
 
 def join(store: dist.Store, name: str, index: int, size: int) -> World:
@@ -454,7 +438,6 @@ class Engines(utils.Sampler):
         self.echo = guards.Echo(args)
         self.watchdog = watchdog
         watchdog.outstanding = self.outstanding
-        self.wakes_for_each = args.deterministic  # each end wakes the waiting: a checkpoint may wait for any rollout
         self.rounds = None  # of turns that start together
         if fixed_order(args).turns:
             from scripts.parts import turns
@@ -506,8 +489,6 @@ class Engines(utils.Sampler):
             if kind == "done":
                 for name, generation in content:
                     self._ended(name, index, generation)
-                    if len(self.owner) % 64 == 0:
-                        gc.collect(1)  # see collect_garbage_by_hand
 
     def _ended(self, name: str, index: int, ended: Generation | Future) -> None:
         """A response of engine `index` has ended, or the future of a next request has its result."""
@@ -531,7 +512,7 @@ class Engines(utils.Sampler):
             if self.rounds is not None:
                 turns = self.rounds.answer(name, request)
             if request is None:
-                if name in self.finished or self.wakes_for_each:
+                if name in self.finished:
                     self.changed.notify_all()
                 self.finished[name] = time.perf_counter()
                 del self.on_end[name]
@@ -788,12 +769,9 @@ class Collector:
                 self.engines.finished[name] = time.perf_counter()
                 continue
             request = grpo.next_request(r, self.engines, self.args)
-            requests.append(NamedRequest(name, request, functools.partial(self._finish, r)))
+            on_end = functools.partial(grpo.end_turn, r, engine=self.engines, args=self.args)
+            requests.append(NamedRequest(name, request, on_end))
         return requests
-
-    def _finish(self, rollout: Rollout, generation: Generation) -> Future | None:
-        """Take in a response of the engines, in a thread of theirs."""
-        return grpo.end_turn(rollout, generation, self.engines, self.args)
 
     def _run(self) -> None:
         try:
@@ -1199,39 +1177,29 @@ def check_engines(run: grpo.Run, version: int) -> Any:
     return grpo.measure_gap(run.learner.policy, box[0], run.args, run.world)
 
 
-class Header(NamedTuple):
-    """What a learner gets before the packs of a step."""
-
-    sizes: list[list[int]]  # bytes of each pack of each mini-batch
-    probe: list[Group]
-    cursor: int
-    sampler: dict[str, Any]
-    over: bool  # there is no data: the run has to end
-
-
 class LearnerData(NamedTuple):
     """What a learner gets for a step."""
 
-    packs: list[list[Pack]]  # of each mini-batch
+    packs: list[list[Any]]  # of each mini-batch; on their way the bytes of each
     probe: list[Group]  # to measure the logprob gap on
     cursor: int
     sampler: dict[str, Any]
-    over: bool
+    over: bool  # there is no data: the run has to end
 
 
 def scatter(data: StepData, args: Args, world: World) -> LearnerData:
     """This learner's part of the step that learner 0 has collected; packs travel one by one. All learners. Neighbours
     that split sequences between them (--sequence_parallel_size) get the same packs."""
     share_of = [rank // args.sequence_parallel_size for rank in range(world.size)]
-    headers: list[Any] = [None] * world.size
+    parts: list[Any] = [None] * world.size
     if world.is_main:
         probe = data.sampled[: args.per_device_train_batch_size]
         for rank, share in enumerate(share_of):
             sizes = [[len(pack) for pack in shares[share]] for shares in data.pickled]
-            headers[rank] = Header(sizes, probe, data.cursor, data.sampler, not data.sampled)
+            parts[rank] = LearnerData(sizes, probe, data.cursor, data.sampler, not data.sampled)
     box: list[Any] = [None]
-    dist.scatter_object_list(box, headers)
-    header: Header = box[0]
+    dist.scatter_object_list(box, parts)
+    part: LearnerData = box[0]
 
     transfers = []
     if world.is_main:
@@ -1240,13 +1208,12 @@ def scatter(data: StepData, args: Args, world: World) -> LearnerData:
             for shares in data.pickled:
                 transfers += [dist.isend(pack, rank) for pack in shares[share_of[rank]]]
     else:
-        pickled = [[torch.empty(size, dtype=torch.uint8) for size in sizes] for sizes in header.sizes]
+        pickled = [[torch.empty(size, dtype=torch.uint8) for size in sizes] for sizes in part.packs]
         for packs in pickled:
             transfers += [dist.irecv(pack, 0) for pack in packs]
     for transfer in transfers:
         transfer.wait()
-    packs = [[pickle.loads(pack.numpy()) for pack in packs] for packs in pickled]
-    return LearnerData(packs, header.probe, header.cursor, header.sampler, header.over)
+    return part._replace(packs=[[pickle.loads(pack.numpy()) for pack in packs] for packs in pickled])
 
 
 def to_bytes(pack: Pack) -> torch.Tensor:
@@ -1259,8 +1226,6 @@ def collect_garbage_by_hand() -> None:
     stop all threads for a second; a collection after 100,000 new objects would stop them for 70 ms.
 
     Objects that exist now are frozen: the collector never scans them again. All others are collected between two steps.
-    Python counts allocations minus deallocations. While responses end, old objects go and new ones come, so it would
-    scan the objects of 1,024 x 16 responses at once, for 45 ms: instead Engines collects after every 64 responses.
     """
     gc.collect()
     gc.freeze()
@@ -1287,39 +1252,31 @@ def note_staleness(packs: Sequence[Sequence[Pack]], step: int, args: Args, metri
             metrics.add_all("val/model_step", versions)
 
 
-def print_plan(args: Args) -> None:
-    """Print what the run would do, by its flags alone."""
-    from scripts.parts import plan
-
-    plan.print_plan(
-        replace(args, vllm_sleep="off"),
-        fast=True,
-        learners=sum(args.num_learners_per_node),
-        shared_gpu=args.single_gpu_mode,
-        logprob_chunk=grpo.LOGPROB_CHUNK,
-    )
-
-
 def main(args: Args) -> None:
     """Start the ranks, or be one of them."""
-    from scripts.parts import hub
+    from scripts.parts import checks, hub, plan
     from scripts.parts import launch as launcher
 
     args = args.beside_engine(args.single_gpu_mode)
     world_size = int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     args.check(1, fast=True)
-    check_fast_args(args, world_size, ranks_per_node)
+    checks.check_fast(args, world_size, ranks_per_node)
     grpo.configure_rewards(args)
     if args.dry_run or world_size is None:
-        print_plan(args)
+        plan.print_plan(
+            replace(args, vllm_sleep="off"),
+            fast=True,
+            learners=sum(args.num_learners_per_node),
+            shared_gpu=args.single_gpu_mode,
+            logprob_chunk=grpo.LOGPROB_CHUNK,
+        )
     if args.dry_run:
         return
     if world_size is None:
         launch(args)
         return
     launcher.die_with_parent()
-    pin_cores(args)
     roles = roles_of(args, int(os.environ["RANK"]), ranks_per_node)
     meeting = launcher.Meeting(TIMEOUT)
     if meeting.restarted:
@@ -1327,8 +1284,6 @@ def main(args: Args) -> None:
     utils.STOP.tell = meeting.keep_last_words
     hub.share_by_store(args, meeting.store)
     if utils.is_first_rank():
-        from scripts.parts import plan
-
         dtype, why = plan.choose_dtype(args)
         print(f"dtype    {dtype}: {why}")
         meeting.store.set("dtype", dtype)

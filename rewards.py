@@ -33,14 +33,12 @@ import importlib
 import json
 import math
 import os
-import queue
 import re
 import string
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from fractions import Fraction
@@ -151,11 +149,12 @@ def check_verifier(name: str) -> str:
     """The key in VERIFIERS for this name, in any case. Raises ValueError, with the nearest name, if there is none."""
     name = SETTINGS.renamed.get(name.lower(), name.lower())
     if name not in VERIFIERS:
+        known = ", ".join(VERIFIERS)
         near = difflib.get_close_matches(name, VERIFIERS, n=1)
         perhaps = f"perhaps {near[0]}, or " if near else ""
         raise ValueError(
             f"unknown verifier {name!r}: {perhaps}a function of your own, for --reward_file of grpo.py; its "
-            f"--remap_verifier {name}=NAME names another for these rows. Known are {', '.join(VERIFIERS)}"
+            f"--remap_verifier {name}=NAME names another for these rows. Known are {known}"
         )
 
     needs = VERIFIERS[name].needs
@@ -200,9 +199,11 @@ def submit(record: RewardRecord, timeout_s: float = 10.0, verifier: str = "") ->
 
     if isinstance(found, Job):
         call = partial(run_in_worker, found, timeout_s)
-        return JOB_THREADS.submit(partial(finish, name, extracted, call))
+        job = partial(finish, name, extracted, call)
+        return JOB_THREADS.submit(job)
     if not isinstance(found, (int, float)):
-        return CALL_THREADS.submit(partial(finish, name, extracted, found))
+        job = partial(finish, name, extracted, found)
+        return CALL_THREADS.submit(job)
 
     status = "no_answer" if extracted is None else "ok"
     future: Future[RewardResult] = Future()
@@ -486,7 +487,8 @@ def combine_rewards(
     overlong = 0.0
     buffer = flags.overlong_buffer_length
     if buffer:
-        overlong = min(max(buffer - tokens_left, 0) / buffer, 1.0)
+        used = max(buffer - tokens_left, 0)
+        overlong = min(used / buffer, 1.0)
     return outcome, outcome - overlong
 
 
@@ -926,7 +928,8 @@ def verify_length(record: RewardRecord, shorter_is_fine: bool) -> Verdict:
         raise ValueError("the length verifiers need num_tokens, the number of tokens of the response")
     excess = num_tokens - float(record.ground_truth)
     excess = max(excess, 0.0) if shorter_is_fine else abs(excess)
-    return Verdict(str(num_tokens), max(0.0, 1.0 - excess / WORST_LENGTH_ERROR))
+    error = excess / WORST_LENGTH_ERROR
+    return Verdict(str(num_tokens), max(0.0, 1.0 - error))
 
 
 def verify_passthrough(record: RewardRecord) -> Verdict:
@@ -1064,45 +1067,9 @@ def close() -> None:
         run_code.SANDBOXES.stop()
 
 
-class Threads:
-    """At most max_threads daemon threads, started as they are needed. ThreadPoolExecutor would make the exit of the
-    program wait for running calls; daemon threads do not."""
-
-    def __init__(self, max_threads: int):
-        self.max_threads = max_threads
-        self.idle = 0
-        self.started = 0
-        self.lock = threading.Lock()
-        self.calls: queue.SimpleQueue[tuple[Future, Callable[[], Any]]] = queue.SimpleQueue()
-
-    def submit(self, call: Callable[[], Any]) -> Future:
-        """The future result of call()."""
-        future: Future = Future()
-        with self.lock:
-            self.calls.put((future, call))
-            self.idle -= 1
-            if self.idle < 0 and self.started < self.max_threads:
-                self.started += 1
-                self.idle += 1
-                threading.Thread(target=self._run, daemon=True).start()
-        return future
-
-    def _run(self) -> None:
-        while True:
-            future, call = self.calls.get()
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(call())
-                except BaseException as error:  # for the caller of result()
-                    future.set_exception(error)
-            del future, call
-            with self.lock:
-                self.idle += 1
-
-
-JOB_THREADS = Threads(NUM_WORKERS)  # each drives a worker
-CALL_THREADS = Threads(512)  # each waits for a sandbox or a server
-ENV_THREADS = Threads(512)  # each waits for a worker
+JOB_THREADS = ThreadPoolExecutor(NUM_WORKERS)  # each drives a worker
+CALL_THREADS = ThreadPoolExecutor(512)  # each waits for a sandbox or a server
+ENV_THREADS = ThreadPoolExecutor(512)  # each waits for a worker
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ module before torch: it sets thread counts and vLLM's switches, which both read 
 
 import bisect
 import contextlib
-import ctypes
 import functools
 import gc
 import hashlib
@@ -39,7 +38,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
@@ -108,7 +107,6 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 F = TypeVar("F", bound="Flags")
 REPO = Path(__file__).resolve().parent
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-GATHER_BYTES = 5 * 2**28  # of the weights that one collective gathers: a 7B in bfloat16 takes a dozen collectives
 TIMEOUT = timedelta(days=1)  # for another rank, which may sample, score or save for hours; torch's own is 30 minutes
 
 # --- Processes --------------------------------------------------------------------------------------------------------
@@ -152,21 +150,11 @@ def init_distributed(store: dist.Store | None = None) -> World:
     else:
         device = torch.device("cpu")
         backend = "gloo"
-        keep_freed_memory()
     if store is None and "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend, timeout=TIMEOUT)
     else:
         dist.init_process_group(backend, timeout=TIMEOUT, store=store or dist.HashStore(), rank=rank, world_size=size)
     return World(rank, local_rank, size, device)
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep freed memory: returning large tensors to the kernel takes a quarter of the time of a step on a
-    CPU."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(-4, 0)  # M_MMAP_MAX
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def all_reduce(values: Sequence[float], world: World, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[float]:
@@ -238,15 +226,12 @@ def on_main(function: Callable[[], T], world: World) -> T:
 
 
 def after_restart(args: F) -> F:
-    """The flags of ranks that torchrun --max-restarts has started again: they resume from the newest checkpoint, or
-    without a checkpoint begin the run anew. A directory that another torchrun began is refused as before, so its flags
-    stay as they are."""
+    """The flags of ranks that torchrun --max-restarts has started again: they resume. A directory that another torchrun
+    began is refused as before, so its flags stay as they are."""
     from scripts.parts import run_files
 
-    if not run_files.begun_by_this_torchrun(args.run_dir):
-        return args
-    has_checkpoint = (args.run_dir / "checkpoints" / "latest").exists()
-    return replace(args, resume=has_checkpoint, overwrite=not has_checkpoint)
+    is_own = run_files.begun_by_this_torchrun(args.run_dir)
+    return replace(args, resume=True, overwrite=False) if is_own else args
 
 
 def make_deterministic(args: "Flags") -> None:
@@ -255,15 +240,6 @@ def make_deterministic(args: "Flags") -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # ty: ignore[missing-attribute]  # finds bugs only
-
-
-def pin(cores: Iterable[int]) -> set[int]:
-    """Keep this process on these cores, where the system can (macOS cannot). Returns the cores it had."""
-    if not hasattr(os, "sched_setaffinity"):
-        return ALL_CORES
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    return before
 
 
 def run_script(main: Callable[[Any], Any], args_class: Any) -> None:
@@ -285,16 +261,12 @@ def run_script(main: Callable[[Any], Any], args_class: Any) -> None:
 
 
 def words_of(error: Exception) -> str:
-    """An error in one line. Of a GPU without memory it says what helps; where the memory of this process is capped, and
-    that may be why, it names the cap."""
+    """An error in one line. Of a GPU without memory it says what helps."""
     kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
     words = kind + " ".join(str(error).split())
     if isinstance(error, torch.OutOfMemoryError):
         helps = "a smaller --pack_length, --gradient_checkpointing, a smaller --vllm_gpu_memory_utilization"
         return f"{words[:200]}... What helps most: {helps}; --dry_run says how much"
-    most, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if "memory" in words.lower() and most != resource.RLIM_INFINITY:
-        words += f" (ulimit -v {most // 1024}: this process may have {most / 2**30:.1f} GiB of addresses)"
     return words
 
 
@@ -498,8 +470,6 @@ class ModelFlags(Refusing):
     """Attention of the learner, by transformers' names: sdpa, eager, flash_attention_2, ..."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, about a third more time."""
-    gradient_checkpointing_part: Literal["layer", "mlp"] = "layer"
-    """What gradient_checkpointing computes again. mlp: half of a layer's operations, for some four times the memory."""
     compile_layers: bool = False
     """Compile each decoder layer with torch.compile, and on a CPU the head. The start takes minutes more; what a step
     gains is not measured on GPUs. In float32 an update changes by 1e-6 of itself, and bfloat16 rounds less often."""
@@ -1662,43 +1632,9 @@ def _flex_attention() -> Callable:
     return torch.compile(flex_attention, **prepare_compiler())  # uncompiled it makes the scores of all pairs
 
 
-def small_tiles(size: int) -> dict[str, int]:
-    """Options with which flex attention's kernels take less shared memory than with torch's own."""
-    return {
-        "fwd_BLOCK_M": 2 * size,
-        "fwd_BLOCK_N": size,
-        "bwd_BLOCK_M1": size,
-        "bwd_BLOCK_N1": size,
-        "bwd_BLOCK_M2": size,
-        "bwd_BLOCK_N2": size,
-        "fwd_num_stages": 1,
-        "bwd_num_stages": 1,
-    }
-
-
-# Options of flex attention's kernels; the first that run are used. With torch's own, {}, heads of 256 (of 128 in
-# float32) need up to 150 KB of shared memory, and a 4090, an L40S or a consumer Blackwell has 99.
-FLEX_OPTIONS: list[dict[str, int]] = [{}, small_tiles(32), small_tiles(16)]
-
-
 def fit_flex_attention(config: Any, dtype: torch.dtype, tokens: int, device: torch.device) -> str:
-    """Drop the FLEX_OPTIONS with which a forward and backward of a pack of `tokens` fails for this model's heads on
-    this GPU. Returns "", or why none is left."""
-    problem = "as before"  # an earlier model has left none
-    while FLEX_OPTIONS:
-        try:
-            _try_flex_attention(config, dtype, tokens, device)
-            return ""
-        except (torch.OutOfMemoryError, TypeError, AttributeError, NameError, ImportError):
-            raise  # another kernel would not help, and these are errors of a program
-        except Exception as error:  # torch, Inductor, Triton and the driver raise classes of their own
-            problem = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-            FLEX_OPTIONS.pop(0)
-    return problem
-
-
-def _try_flex_attention(config: Any, dtype: torch.dtype, tokens: int, device: torch.device) -> None:
-    """Run flex attention over a pack of `tokens`, forward and backward, with the first of FLEX_OPTIONS."""
+    """Run flex attention over a pack of `tokens`, forward and backward, for this model's heads on this GPU. Returns "",
+    or why that fails: heads of 256, or of 128 in float32, need more shared memory than some GPUs have."""
     shared = tokens // 2
     layout = Layout([(shared, [tokens - shared])], device)
     heads, kv_heads, width = max(attention_heads(config), key=lambda layer: layer.width)
@@ -1707,8 +1643,14 @@ def _try_flex_attention(config: Any, dtype: torch.dtype, tokens: int, device: to
     query = torch.ones(1, heads, tokens, width, **options)
     key = torch.ones(kv_shape, **options)
     value = torch.ones(kv_shape, **options)
-    mixed, _ = pack_attention(torch.nn.Module(), query, key, value, None, layout=layout, flex=True)
-    mixed.sum().backward()
+    try:
+        mixed, _ = pack_attention(torch.nn.Module(), query, key, value, None, layout=layout, flex=True)
+        mixed.sum().backward()
+    except (torch.OutOfMemoryError, TypeError, AttributeError, NameError, ImportError):
+        raise  # these are no matter of the kernel
+    except Exception as error:  # torch, Inductor, Triton and the driver raise classes of their own
+        return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    return ""
 
 
 def pack_attention(
@@ -1747,8 +1689,7 @@ def pack_attention(
     if not flex:
         return _attend_by_piece(query, key, value, scaling, layout), None
     # else packs of fewer than 128 tokens get torch's kernels for decoding, which our block masks do not fit
-    backend = {"BACKEND": "TRITON"}
-    options: dict[str, Any] = {"scale": scaling, "kernel_options": FLEX_OPTIONS[0] | backend}
+    options: dict[str, Any] = {"scale": scaling, "kernel_options": {"BACKEND": "TRITON"}}
     grouped = query.shape[1] != key.shape[1]
     mixed = _flex_attention()(query, key, value, block_mask=layout.block_mask, enable_gqa=grouped, **options)
     return mixed.transpose(1, 2).contiguous(), None
@@ -1927,7 +1868,6 @@ def experts_share(config: Any) -> float:
 # --- Sharding, weights, checkpoints -----------------------------------------------------------------------------------
 
 GROUP_BYTES = 2**28  # of weights in compute dtype that are gathered together, or one layer
-NARROW = 2**24  # weights of a layer that a GPU computes in less time than the host takes to tell it to
 DITHER_SLICE = 2**18  # weights dithered at a time: what they need stays in a core's cache
 
 
@@ -1942,8 +1882,6 @@ def shard_model(module: torch.nn.Module, model: Any, args: Flags, world: World) 
     cast. --offload reference keeps the shards of a model that does not train in host memory. See needs_no_wrapper for
     when `module` stays the plain one that it is.
     """
-    if world.is_main:
-        warn_of_dropout(model)
     trains = any(p.requires_grad for p in model.parameters())
     if needs_no_wrapper(args, world.size, trains):
         return place_model(module, model, args, world)
@@ -1975,17 +1913,6 @@ def shard_model(module: torch.nn.Module, model: Any, args: Flags, world: World) 
         loss_scale.add(module)
     cast_weights(module, names, args)
     return fully_shard(module, **options, reshard_after_forward=False)
-
-
-def warn_of_dropout(model: torch.nn.Module) -> None:
-    """Print which layers still have dropout: with it the same weights give other logprobs from call to call."""
-    names = []
-    for name, module in model.named_modules():
-        share = module.p if isinstance(module, torch.nn.Dropout) else getattr(module, "attention_dropout", 0.0)
-        if share:
-            names.append(name)
-    if names:
-        print(f"WARNING: dropout is on in {len(names)} layers, such as {names[0]}; fine if you meant it", flush=True)
 
 
 def needs_no_wrapper(args: Any, ranks: int, trains: bool) -> bool:
@@ -2061,56 +1988,19 @@ def blocks_of(model: Any) -> list[Any]:
     return [m for part in trained_parts(model) for m in part.modules() if type(m).__name__ in names]
 
 
-def checkpoint_layers(model: Any, part: str) -> None:
-    """Recompute each decoder layer in the backward, or only its MLP, whose wide activations take most of the memory.
+def checkpoint_layers(model: Any) -> None:
+    """Recompute each decoder layer in the backward.
 
     Call it after compile_layers and before shard_model, whose hooks then run once a layer. Random states are not
     kept: no layer has dropout (load_causal_lm), and packing.first_that_agrees sees that none draws numbers.
     """
-    recomputed: list[Any] = blocks_of(model)
-    if part == "mlp":
-        recomputed = [getattr(layer, "mlp", None) for layer in recomputed]
-    found = recomputed != [] and None not in recomputed
-    fix = "take layer" if part == "mlp" else "leave the flag out"
-    need(found, f"--gradient_checkpointing_part {part}: {type(model).__name__} has none: {fix}")
-    for module in recomputed:
-        is_narrow = sum(p.numel() for p in module.parameters()) <= NARROW
-        module.forward = functools.partial(recompute, module.forward, is_narrow)
-
-
-def recompute(forward: Callable[..., Any], is_narrow: bool, *args: Any, **kwargs: Any) -> Any:
-    """forward(*args, **kwargs), computed again in the backward. The same bits in one of two ways.
-
-    As a rule torch keeps track of each tensor that the backward needs, and stops before the last product, whose output
-    it does not need. A narrow layer is computed again as a whole, by the re-entrant checkpoint, which costs the host a
-    fifth less of a micro-batch. That one gives a gradient to tensors among `args` alone.
-    """
     from torch.utils.checkpoint import checkpoint
 
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    if is_narrow and gradients_go_to_arguments(args, kwargs):
-        whole = functools.partial(forward, **kwargs)
-        return checkpoint(whole, *args, use_reentrant=True, preserve_rng_state=False)
+    layers = blocks_of(model)
+    need(bool(layers), f"--gradient_checkpointing: {type(model).__name__} does not name its layers: leave the flag out")
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
-    return checkpoint(forward, *args, **options, **kwargs)
-
-
-def gradients_go_to_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a tensor among `args` takes a gradient, and none within another argument."""
-    from torch.utils._pytree import tree_leaves
-
-    found = False
-    inner: list[Any] = [kwargs]
-    for x in args:
-        if isinstance(x, Tensor):
-            found |= x.requires_grad
-        else:
-            inner.append(x)
-    for x in tree_leaves(inner):
-        if getattr(x, "requires_grad", False):
-            return False
-    return found
+    for layer in layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, **options)
 
 
 def gradient_sync(module: Any, args: Flags, last: bool) -> None:
@@ -2331,52 +2221,16 @@ def engine_weights(policy: Any, args: Flags) -> NamedTensors:
 
 
 def gather_weights(named: NamedTensors, dtype: torch.dtype) -> NamedTensors:
-    """Yield (name, whole tensor in `dtype`) of sharded weights. One collective gathers GATHER_BYTES of them. All ranks
-    must exhaust it in lock-step."""
-    bucket: list = []
-    size = 0
-    buffers = []
+    """Yield (name, whole tensor in `dtype`) of sharded weights; buffers as they are. All ranks must exhaust it in
+    lock-step."""
+    from torch.distributed.tensor import DTensor
+
     for name, weight in named:
-        if not isinstance(weight, torch.nn.Parameter):
-            buffers.append((name, weight))
-            continue
-        bucket.append((name, weight))
-        size += weight.numel() * dtype.itemsize
-        if size >= GATHER_BYTES:
-            yield from gather_bucket(bucket, dtype)
-            bucket = []
-            size = 0
-    if bucket:
-        yield from gather_bucket(bucket, dtype)
-    yield from buffers
-
-
-def gather_bucket(bucket: Sequence[tuple[str, Tensor]], dtype: torch.dtype) -> NamedTensors:
-    """Gather the weights of a bucket with one collective. FSDP shards rows: each of R ranks holds ceil(rows / R) of
-    them, the last ranks fewer or none, so their shards are padded."""
-    mesh: Any = getattr(bucket[0][1], "device_mesh", None)  # None: nothing is sharded
-    ranks = 1 if mesh is None else mesh.size(-1)
-    if ranks == 1:
-        for name, weight in bucket:
-            yield name, shard_of(weight).to(dtype)
-        return
-    shards = [padded_shard(weight, ranks, dtype) for _, weight in bucket]
-    sizes = [len(shard) for shard in shards]
-    own = torch.cat(shards)
-    gathered = torch.empty(ranks * len(own), dtype=dtype, device=own.device)
-    dist.all_gather_single(gathered.view(torch.uint8), own.view(torch.uint8), mesh.get_group(-1))
-    shards_by_weight = gathered.view(ranks, -1).split(sizes, 1)  # (ranks, size) each
-    for (name, weight), all_shards in zip(bucket, shards_by_weight, strict=True):
-        rows = all_shards.reshape(-1, *weight.shape[1:])
-        yield name, rows[: len(weight)]
-
-
-def padded_shard(weight: Tensor, ranks: int, dtype: torch.dtype) -> Tensor:
-    """This rank's rows of a weight in `dtype`, flattened and padded to ceil(rows / ranks) rows."""
-    shard = shard_of(weight).to(dtype).flatten()
-    rows = math.ceil(len(weight) / ranks)
-    row_size = weight.numel() // len(weight)
-    return torch.nn.functional.pad(shard, (0, rows * row_size - len(shard)))
+        if isinstance(weight, torch.nn.Parameter):
+            weight = weight.detach().to(dtype)
+        if isinstance(weight, DTensor):
+            weight = weight.full_tensor()
+        yield name, weight
 
 
 @unhurried()
@@ -2494,18 +2348,6 @@ def profiled(steps: Iterable[int], args: Flags, world: World) -> Iterator[int]:
                 yield step
         else:
             yield step
-
-
-def take_state(
-    args: Flags, step: int, policy: Any, optimizer: torch.optim.Optimizer, engine: Engine | None, world: World
-) -> None:
-    """With --load_states: load the other run's weights and moments after `step`. After step 0 they are the start
-    model's, which are loaded already."""
-    if not args.load_states or step == 0:
-        return
-    from scripts.parts import checkpoints
-
-    checkpoints.take_state(args, step, policy, optimizer, engine, world)
 
 
 class Stop:
@@ -2951,7 +2793,8 @@ class Logger:
         self.num_steps = num_steps
         self.step_width = max(9, len(f"{num_steps}/{num_steps}"))
         self.header_shown = False
-        self.step_ends = deque([time.monotonic()], maxlen=20)  # of the last steps: a step's time changes over a run
+        self.start_step = start_step
+        self.start = time.monotonic()
         if (run_dir / "metrics.jsonl").exists():
             from scripts.parts.run_files import forget_after
 
@@ -2987,13 +2830,13 @@ class Logger:
         return " ".join(cells)
 
     def _time_left(self, step: int) -> str:
-        """Hours:minutes:seconds that the remaining steps take at the mean pace of the last ones, evaluation and saving
+        """Hours:minutes:seconds that the remaining steps take at the mean pace since the start, evaluation and saving
         included."""
-        if step == 0:
-            self.step_ends[-1] = time.monotonic()  # the evaluation before the first step
+        done = step - self.start_step
+        if done == 0:
+            self.start = time.monotonic()  # after the evaluation before the first step
             return ""
-        self.step_ends.append(time.monotonic())
-        pace = (self.step_ends[-1] - self.step_ends[0]) / (len(self.step_ends) - 1)
+        pace = (time.monotonic() - self.start) / done
         seconds_left = pace * (self.num_steps - step)
         minutes, seconds = divmod(round(seconds_left), 60)
         hours, minutes = divmod(minutes, 60)

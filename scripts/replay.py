@@ -97,9 +97,10 @@ def make_step(
 ) -> tuple[dict[str, float], dict]:
     """Make a step's updates; returns its metrics and its dump. All ranks."""
     import utils
-    from scripts.parts import dumps
+    from scripts.parts import checkpoints, dumps
 
-    utils.take_state(args, step - 1, learner.policy, learner.optimizer, None, world)
+    if args.load_states and step > 1:
+        checkpoints.take_state(args, step - 1, learner.policy, learner.optimizer, None, world)
     rows, dump = dumps.read_dump(run_dir, step)
     rollouts = {(r.position, r.sample): r for r in dumps.rollouts_of(rows)}
     first = world.rank // args.sequence_parallel_size

@@ -162,7 +162,6 @@ def play(line, env, out, err, address, children, launcher, stdin):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a program of a terminal
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # a launcher's handlers are not its children's
         signal.signal(number, signal.SIG_DFL)
-    utils.pin = lambda cores: utils.ALL_CORES  # tests run side by side: a core may be busy, and the other free
     multiprocessing.current_process().name = "MainProcess"
     tempfile.tempdir = None  # TMPDIR may be another one
     defaults = {name: value for name, value in os.environ.items() if name not in imported.ENVIRONMENT}  # utils' own

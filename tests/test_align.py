@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 import grpo
 import utils
 from scripts.align import align, dataproto, states
-from scripts.parts import dumps
+from scripts.parts import checkpoints, dumps
 from tests import programs, verl_shards
 from tests.conftest import REPO
 
@@ -334,7 +334,7 @@ def test_shards_of_verl_are_taken(tiny_models, tmp_path, world, monkeypatch):
     for kind in verl_shards.KINDS:
         args, policy, optimizer = learner(model, tmp_path, tmp_path / kind, world)
         engine = Loaded()
-        utils.take_state(args, 1, policy, optimizer, engine, world)
+        checkpoints.take_state(args, 1, policy, optimizer, engine, world)
         assert engine.version == 1 and engine.weights.keys() == truth["weights"].keys()
         for name, want in truth["weights"].items():
             assert (want - start[name]).norm() > 1e-3 * want.norm()

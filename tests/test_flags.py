@@ -320,7 +320,7 @@ OF_FAST = r"""
 @pytest.mark.parametrize("line, world, a_node, message", rows_of(OF_FAST))
 def test_refusals_of_grpo_fast(line, world, a_node, message):
     with pytest.raises(utils.UserError, match=message):
-        grpo_fast.check_fast_args(parse(*line.split()), eval(world), int(a_node))
+        checks.check_fast(parse(*line.split()), eval(world), int(a_node))
 
 
 ALLOWED = """

@@ -38,7 +38,7 @@ def make_rollouts(count):
     return [grpo.Rollout(prompt, 0, i, text=f"answer {i}", score=float(i), finish_reason="stop") for i in range(count)]
 
 
-def test_time_left_is_the_pace_of_the_last_steps(tmp_path, world, monkeypatch, capsys):
+def test_time_left_is_the_mean_pace(tmp_path, world, monkeypatch, capsys):
     now = [100.0]
     monkeypatch.setattr(utils.time, "monotonic", lambda: now[0])
     logger = make_logger(tmp_path, world, num_steps=1000)

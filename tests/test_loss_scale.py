@@ -33,7 +33,7 @@ def gradient(args, policy, world, factor):
     mini_batch = batches(args, world, factor)
     grpo.accumulate_gradient(policy, mini_batch, len(mini_batch), args, world, metrics)
     norm = grpo.clip_gradient(policy, args, world, metrics)
-    assert math.isfinite(norm) and grpo.is_sound(policy, norm)
+    assert math.isfinite(norm)
     grads = [utils.shard_of(p.grad).flatten() for p in policy.parameters()]
     policy.zero_grad()
     return torch.cat(grads) / factor

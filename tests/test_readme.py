@@ -7,10 +7,10 @@ import shlex
 import pytest
 
 import grpo
-import grpo_fast
 import utils
 from scripts.data.make_largest import make_largest
 from scripts.data.make_tasks import make_task
+from scripts.parts import checks
 from scripts.reports import metrics
 from tests.conftest import REPO
 
@@ -51,7 +51,7 @@ def test_commands_pass_every_check(line, tmp_path, monkeypatch):
     args = args.beside_engine(script == "grpo.py" or args.single_gpu_mode)  # as both scripts begin
     args.check(ranks if script == "grpo.py" else 1, fast=script == "grpo_fast.py")
     if script == "grpo_fast.py":
-        grpo_fast.check_fast_args(args, ranks if words[0] == "torchrun" else None, a_node)
+        checks.check_fast(args, ranks if words[0] == "torchrun" else None, a_node)
     else:  # what Args.check asks for where there is a GPU: learner and engine share it
         assert args.vllm_gpu_memory_utilization <= 0.8 or args.rollout_backend != "vllm"
 

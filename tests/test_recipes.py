@@ -20,6 +20,7 @@ import grpo_fast
 import rewards
 import utils
 from scripts.data import prepare as data
+from scripts.parts import checks
 from scripts.reports import benchmark_report, metrics
 from scripts.train.debug import smoke
 from tests import programs
@@ -93,7 +94,7 @@ def check(command, script, args, nodes):
     if script == "grpo.py":
         args.check(ranks)
         return ranks
-    grpo_fast.check_fast_args(args, None if command[0] == "python" else ranks, 8)
+    checks.check_fast(args, None if command[0] == "python" else ranks, 8)
     args.check(1, fast=True)
     if command[0] == "python" and not args.single_gpu_mode:
         return sum(args.num_learners_per_node) + args.vllm_num_engines * args.vllm_tensor_parallel_size

@@ -58,26 +58,13 @@ def test_a_checkpoint_goes_from_a_plain_model_to_a_wrapped_one_and_back(tiny_mod
     assert all(map(torch.equal, *map(master_weights, learners)))
 
 
-@pytest.mark.parametrize("arch, part", [("llama", "layer"), ("qwen2", "mlp"), ("gemma2", "layer"), ("gemma2", "mlp")])
-def test_narrow_and_wide_layers_are_recomputed_with_the_same_bits(tiny_models, world, monkeypatch, arch, part):
-    """And with those of layers that are not. An update at stage 3, with old logprobs, which take no gradient."""
+@pytest.mark.parametrize("arch", ["llama", "gemma2"])
+def test_layers_are_recomputed_with_the_same_bits(tiny_models, world, arch):
+    """An update at stage 3, with old logprobs, which take no gradient."""
     flags = ("--deepspeed_stage", 3, "--num_mini_batches", 2)
     plain, _ = run_update(make_args(tiny_models(arch), *flags), world, [make_rollouts()])
-    ways = []
-    once = torch.utils.checkpoint.checkpoint
-
-    def noted(*args, **how):
-        ways.append(how["use_reentrant"])
-        return once(*args, **how)
-
-    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", noted)
-    args = make_args(tiny_models(arch), *flags, "--gradient_checkpointing", "--gradient_checkpointing_part", part)
-    for narrow, whole in ((utils.NARROW, True), (0, False)):
-        monkeypatch.setattr(utils, "NARROW", narrow)
-        ways.clear()
-        again, _ = run_update(args, world, [make_rollouts()])
-        assert set(ways) == {whole}
-        assert all(torch.equal(plain[name], again[name]) for name in plain)
+    again, _ = run_update(make_args(tiny_models(arch), *flags, "--gradient_checkpointing"), world, [make_rollouts()])
+    assert all(torch.equal(plain[name], again[name]) for name in plain)
 
 
 def test_a_layer_that_draws_numbers_is_refused(tiny_models, world):

@@ -35,27 +35,22 @@ def learn(args, world, rollouts):
 
 
 @pytest.mark.parametrize("adapters", [(), ("--lora_rank", 4)])
-def test_reference_logprobs_and_agreement_are_the_teachers(tiny_models, teacher, world, adapters):
+def test_reference_logprobs_are_the_teachers(tiny_models, teacher, world, adapters):
     """Also of a policy with adapters, which a teacher has not: at the start they change nothing."""
     args = make_args(tiny_models(), *TEACH, "--ref_model_name_or_path", teacher, *adapters)
     rollouts = make_rollouts()
     found = learn(args, world, rollouts)
     assert found["loss/policy_avg"] == 0
     models = [utils.load_causal_lm(a).float() for a in (args.of_reference(), args)]
-    equal = []
     for batch in found["batches"]:
         for i, r in enumerate(batch.rollouts, start=1):
             with torch.no_grad():
-                (want, theirs), (ours, own) = (plain_logprobs(model, r, args.temperature) for model in models)
+                (want, _), (ours, _) = (plain_logprobs(model, r, args.temperature) for model in models)
             got = batch.ref_logprobs[batch.seq_ids == i]
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(batch.new_logprobs[batch.seq_ids == i], ours, rtol=1e-5, atol=1e-5)
-            equal += (theirs.argmax(1) == own.argmax(1)).tolist()
-    assert found["objective/ref_top_agreement"] == pytest.approx(sum(equal) / len(equal))
     same = learn(replace(args, ref_model_name_or_path=str(tiny_models())), world, rollouts)
-    assert same["objective/ref_top_agreement"] == 1.0 and same["objective/kl1_avg"] == 0.0
-    without = learn(make_args(tiny_models(), *TEACH), world, rollouts)
-    assert "objective/ref_top_agreement" not in without
+    assert same["objective/kl1_avg"] == 0.0
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -247,7 +247,7 @@ def take_state(
     engine: utils.Engine | None,
     world: utils.World,
 ) -> None:
-    """Load weights and moments after `step` of the run --load_states into learner and engine. All ranks. A run of
+    """Load weights and moments after `step` > 0 of the run --load_states into learner and engine. All ranks. A run of
     another program is converted first, by scripts/align/states.py. Raises UserError where there is no such state."""
     path = Path(args.load_states) / "checkpoints" / f"step_{step}"
     converted = args.run_dir / "state.tmp"

@@ -172,18 +172,13 @@ class Model:
         return 2 * self.itemsize * sum(layer.keys * layer.width for layer in utils.attention_heads(self.config))
 
     def activations(self, args: Any, tokens: int) -> float:
-        """Bytes of activations that an update of `tokens` tokens keeps. Wraps the MLPs that are computed again."""
-        from torch.utils.checkpoint import checkpoint
-
+        """Bytes of activations that an update of `tokens` tokens keeps. With gradient checkpointing: the input of each
+        layer, and all of the one that is recomputed."""
+        kept = kept_for_backward(self.model, tokens)
         if not args.gradient_checkpointing:
-            return kept_for_backward(self.model, tokens)
-        layers = self.layers
-        if args.gradient_checkpointing_part == "layer":  # the input of each, and all of the one that is recomputed
-            inputs = len(layers) * tokens * self.config.hidden_size * self.itemsize
-            return kept_for_backward(self.model, tokens) / len(layers) + inputs
-        for layer in layers:
-            layer.mlp.forward = functools.partial(checkpoint, layer.mlp.forward, use_reentrant=False)
-        return kept_for_backward(self.model, tokens)
+            return kept
+        inputs = len(self.layers) * tokens * self.config.hidden_size * self.itemsize
+        return kept / len(self.layers) + inputs
 
     def forward(self, tokens: float, pairs: float, answered: float) -> float:
         """Operations of a forward: 2 a weight and token that meet, 4 a (query, key) pair and number of the heads."""
@@ -251,13 +246,14 @@ def memory_parts(setup: Setup, counted: Counted) -> dict[str, float]:
 
 
 def saved_bytes(setup: Setup, policy: Model) -> float:
-    """Bytes that a save gathers at once, beside an engine that is awake: a bucket of weights with the largest that may
-    end it, this learner's part of them twice, and one weight's rows in their order (utils.gather_bucket)."""
-    largest = policy.itemsize * max(p.numel() for p in policy.model.parameters())
-    if setup.shards == 1:
-        return largest
-    bucket = min(policy.itemsize * policy.all, utils.GATHER_BYTES + largest)
-    return bucket * (1 + 2 / setup.shards) + largest
+    """Bytes that a save gathers at once, beside an engine that is awake: the largest weight, and of shards also the
+    message and the weight before, which may be as large (utils.gather_weights). Adapters are gathered all, and merged
+    in float32."""
+    largest = max(p.numel() for p in policy.model.parameters())
+    gathered = policy.itemsize * largest * (1 if setup.shards == 1 else 3)
+    if setup.args.lora_rank:
+        gathered += 4 * (policy.trained + 2 * largest)
+    return gathered
 
 
 def logit_bytes(setup: Setup, counted: Counted, model: Model) -> int:

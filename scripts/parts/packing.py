@@ -104,11 +104,11 @@ def told(way: str, learner: Any, args: Any) -> str:
     if args.ref_model_name_or_path:
         policies.append(learner.ref_policy)
     reasons = [reason_for_rows(policy.model.config, args) for policy in policies]
-    if not utils.FLEX_OPTIONS:
-        reasons.append("needs flex attention, which does not run here")
-    reasons.append("computes other logprobs in a pack than for a response alone")
-    text = WAYS["rows"].format(next(filter(None, reasons)))
-    return "\n".join([text, *slow_layers(policies)])
+    reasons.append("has no flex attention here, or computes other logprobs in a pack than for a response alone")
+    reason = next(filter(None, reasons))
+    text = WAYS["rows"].format(reason)
+    lines = [text, *slow_layers(policies)]
+    return "\n".join(lines)
 
 
 def slow_layers(policies: Sequence[Any]) -> list[str]:
@@ -116,7 +116,8 @@ def slow_layers(policies: Sequence[Any]) -> list[str]:
     layers: set[str] = set()
     for policy in policies:
         config = policy.model.config.get_text_config()
-        layers.update(other_layers(config))
+        found = other_layers(config)
+        layers.update(found)
     missing = [package for module, package in KERNELS.items() if importlib.util.find_spec(module) is None]
     if not layers or not missing or not torch.cuda.is_available():
         return []
@@ -159,8 +160,8 @@ def flex_attention_runs(config: Any, args: Any, world: World) -> bool:
     with torch.enable_grad():
         problem = utils.fit_flex_attention(config, utils.DTYPES[args.model_dtype], args.pack_length, world.device)
     problem = max(utils.all_gather(problem, world))
-    if problem and world.is_main:
-        print(f"WARNING: flex attention does not run here ({problem}): each response gets a row of its own")
+    if problem:
+        utils.say(f"WARNING: flex attention does not run here ({problem}): each response gets a row of its own")
     return not problem
 
 

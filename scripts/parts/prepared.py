@@ -121,7 +121,9 @@ def key_of(flag: str, args: Any, tokenizer: Any, environment: Any) -> str:
     facts.append([importlib.metadata.version(name) for name in PACKAGES])
     for folder in (".", "scripts/parts", "scripts/tools"):
         facts += [digest_of(path) for path in sorted((utils.REPO / folder).glob("*.py"))]
-    return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:32]
+    text = json.dumps(facts, default=str)
+    digest = hashlib.sha256(text.encode())
+    return digest.hexdigest()[:32]
 
 
 def content_of(name: str, flag: str = "") -> Any:
@@ -220,22 +222,21 @@ def made(rows: Iterable[Row], make: Callable[..., Prompt], args: Any) -> Iterato
     so that they have its tokenizer and verifiers, and end with it."""
     rows = iter(rows)
     longest = args.max_prompt_token_length
-    before = utils.pin(utils.ALL_CORES)
     context = multiprocessing.get_context("fork")
     waiting: deque[Future[Made]] = deque()
     cores = len(utils.ALL_CORES)
-    try:
-        with ProcessPoolExecutor(cores, context, initializer=be_worker, initargs=(make, longest)) as pool:
-            chunk = list(islice(rows, CHUNK))
-            while chunk:
-                waiting.append(pool.submit(make_chunk, chunk))
-                if len(waiting) > 2 * cores:
-                    yield waiting.popleft().result()
-                chunk = list(islice(rows, CHUNK))
-            while waiting:
-                yield waiting.popleft().result()
-    finally:
-        utils.pin(before)
+    most = 2 * cores
+    work = (make, longest)
+    chunks = iter(lambda: list(islice(rows, CHUNK)), [])
+    with ProcessPoolExecutor(cores, context, initializer=be_worker, initargs=work) as pool:
+        for chunk in chunks:
+            future = pool.submit(make_chunk, chunk)
+            waiting.append(future)
+            if len(waiting) > most:
+                future = waiting.popleft()
+                yield future.result()
+        for future in waiting:
+            yield future.result()
 
 
 WORK: list[Any] = []  # of a worker: how it makes a prompt, and the longest that it keeps

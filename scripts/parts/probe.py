@@ -81,8 +81,6 @@ def advantages(module: Any, args: Any, *scores: Sequence[float]) -> list[list[fl
 class Toy:
     """A policy whose logprobs and entropies are parameters: their gradients are what the loss says of each token."""
 
-    top_tokens = None
-
     def __init__(self, batches: Sequence[Any], log_ratio: float):
         self.new = []
         self.entropy = []
@@ -90,8 +88,9 @@ class Toy:
         for batch in batches:
             batch.old_logprobs = batch.vllm_logprobs.clone()
             new = batch.old_logprobs + log_ratio
+            entropy = torch.ones_like(new)
             self.new.append(new.requires_grad_())
-            self.entropy.append(torch.ones_like(new).requires_grad_())
+            self.entropy.append(entropy.requires_grad_())
 
     def __call__(self, batch: Any, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         i = self.calls

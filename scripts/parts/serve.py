@@ -64,22 +64,21 @@ def start_servers(
     env = DEFAULTS | {name: value for name, value in os.environ.items() if not name.startswith(NOT_FOR_SERVERS)}
     env |= {"VLLM_API_KEY": servers.api_key, "TMPDIR": directory, "VLLM_RPC_BASE_PATH": directory}
     command = server_command(model, **flags)
-    pinned = utils.pin(utils.ALL_CORES)  # grpo_fast.py pins its ranks, and a server would inherit their cores
     for i, devices in enumerate(server_devices(num_engines, devices_in_use)):
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         log = log_dir / f"{name}_{i}.log"
+        own = env | {"CUDA_VISIBLE_DEVICES": devices}
         with log.open("w") as out:
             servers.processes[log] = subprocess.Popen(
                 ["sh", "-c", WITH_STDIN, "sh", *command, f"--port={port}"],
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=out,
-                env=env | {"CUDA_VISIBLE_DEVICES": devices},
+                env=own,
                 start_new_session=True,  # a process group of its own; and Ctrl-C is for the run to handle
             )
         servers.base_urls.append(f"http://127.0.0.1:{port}/v1")
-    utils.pin(pinned)
     try:
         wait_until_up(servers)
     except BaseException:

@@ -44,7 +44,6 @@ class Tracker(threading.Thread):
         self.opened.wait(START_S)
 
     def run(self) -> None:
-        utils.pin(utils.ALL_CORES)  # of this thread and wandb's process: grpo_fast.py pins its ranks
         self.attempt(self.open)
         self.opened.set()
         for row in iter(self.rows.get, None):

@@ -180,8 +180,7 @@ def check_packs(job: Job, head_dim: int, heads: int, kv_heads: int) -> None:
             name = str(dtype).removeprefix("torch.")
             if GPUS and (tokens, window) == lengths[0]:
                 problem = utils.fit_flex_attention(config, dtype, tokens, DEVICE)
-                left = len(utils.FLEX_OPTIONS)
-                job.note(f"flex attention, {name}", ok=not problem, problem=problem, options=left)
+                job.note(f"flex attention, {name}", ok=not problem, problem=problem)
             case = f"{head_dim} x {heads} / {kv_heads}, {name}, responses of {tokens}, window {window}"
             compare_packs(job, case, config, dtype, tokens)
 
@@ -455,7 +454,6 @@ HF_BESIDE = f"{HF} {BESIDE}"
 MANY = 8 if GPUS >= 8 else 4 if GPUS >= 4 else 2  # GPUs of the runs that take more than one
 APART = f"{EAGER} --num_learners_per_node {MANY // 2} --vllm_num_engines {MANY // 2} --async_steps 1"
 RECOMPUTED = "--gradient_checkpointing"
-MLP = f"{RECOMPUTED} --gradient_checkpointing_part mlp"
 LONG = "--prompts 16 --response_tokens 400 --pack_length 8192"
 LONGER = "--pack_length 16384"
 TP_2 = "--vllm_tensor_parallel_size 2 --async_steps 1 --inflight_updates"
@@ -481,14 +479,14 @@ def add_checks() -> None:
     beside("start_05", 150, check_run, flags=HF, steps=3, shape="0.5B")
     add("vllm_eager", 110, check_run, flags=EAGER)
     add("update_05", 90, check_update, shape="0.5B", flags=["", RECOMPUTED, LONGER])
-    add("update_7", 110, check_update, shape="7B", flags=[RECOMPUTED, MLP, "", f"{LONGER} {RECOMPUTED}"])
+    add("update_7", 110, check_update, shape="7B", flags=[RECOMPUTED, "", f"{LONGER} {RECOMPUTED}"])
     add("vllm_fast", 110, fast, flags=f"{EAGER} {BESIDE}", ranks=2)
     add("head", 60, check_bench, bench_name="head", shape="7B", limit=0.02)
     add("rows_15", 80, check_bench, bench_name="learner", shape="1.5B", limit=0.05, flags=LONG)
     add("sync_15", 90, fast, flags=HF_BESIDE, steps=3, ranks=2, shape="1.5B")
     add("compiled_7", 120, check_update, shape="7B", flags=[f"--compile_layers {RECOMPUTED}"])
     add("vllm_start_05", 120, check_run, flags=f"{EAGER} --vllm_gpu_memory_utilization 0.3", steps=3, shape="0.5B")
-    add("update_15", 90, check_update, shape="1.5B", flags=["", RECOMPUTED, MLP])
+    add("update_15", 90, check_update, shape="1.5B", flags=["", RECOMPUTED])
     add("compiled_05", 120, check_update, shape="0.5B", flags=["--compile_layers"])
     add("vllm_graphs", 200, check_run, gpus=1, flags="")
 

@@ -61,7 +61,6 @@ DEFINITIONS = {
     "objective/kl1_avg": "KL to the reference policy per token, estimator k2",
     "objective/kl2_avg": "KL to the reference policy per token, estimator k3. Healthy: < 0.1 with beta > 0",
     "objective/kl3_avg": "KL to the reference policy per token, k1 with importance weights",
-    "objective/ref_top_agreement": "share of tokens at which the teacher's likeliest is the policy's. Healthy: rises",
     "objective/entropy": "-log probability of a response, mean over responses. Healthy: falls, not to 0",
     "policy/entropy_avg": "entropy of the next-token distribution, mean over tokens. Healthy: falls, not to 0",
     # loss and optimizer

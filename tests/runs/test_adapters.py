@@ -74,7 +74,6 @@ def test_a_teacher_without_a_reward(tiny_models, data, tmp_path):  # noqa: F811
     rows = read(tmp_path / "x" / "metrics.jsonl")
     kl = [r["objective/kl1_avg"] for r in rows]
     assert kl[-1] < 0.75 * kl[0] and all(r["other/real_batch_size_ratio"] == 1 for r in rows)
-    assert all(0 <= r["objective/ref_top_agreement"] <= 1 for r in rows)  # of random models: held in test_teacher.py
     assert all(r["loss/policy_avg"] == 0 for r in rows)
     assert len(json.loads((tmp_path / "x" / "environment.json").read_text())["model_hash"].split()) == 2
     done = programs.run(["scripts/replay.py", tmp_path / "x", "--step", "2", "--from_start"], OMP_NUM_THREADS=1)

@@ -27,5 +27,5 @@ def test_compiled_layers_make_the_same_update(tiny_models, world, monkeypatch):
     other, _ = run_update(dataclasses.replace(args, pack_length=30), world, [rollouts], packing="plain")
     assert_same_update(whole, other, start)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs  # of packs of any length and layout
-    recomputed = dataclasses.replace(args, gradient_checkpointing=True, gradient_checkpointing_part="mlp")
+    recomputed = dataclasses.replace(args, gradient_checkpointing=True)
     assert_same_update(whole, run_update(recomputed, world, [rollouts])[0], start)

@@ -175,9 +175,9 @@ CAPPED = """
 """
 
 
-def test_a_cap_on_memory_is_the_last_line_although_nothing_can_be_saved():
+def test_an_error_is_the_last_line_although_nothing_can_be_saved():
     done = programs.run(["-c", textwrap.dedent(CAPPED), "--model_name_or_path", "x"], 120)
-    assert done.returncode == 1 and f"ulimit -v {2**25}" in last_line(done) and str(2**36) in last_line(done)
+    assert done.returncode == 1 and str(2**36) in last_line(done)
 
 
 @pytest.mark.house
