@@ -192,7 +192,8 @@ def make_request(r: Rollout, args: Args) -> utils.Request:
     seed_parts = [r.position, r.sample, int(r.evaluation)]
     if r.turns:
         prompt_ids = (*prompt_ids, *r.token_ids.tolist())
-        seed_parts.append(len(own_turns(r)))
+        turns = own_turns(r)
+        seed_parts.append(len(turns))
 
     max_tokens = remaining_tokens(r, args)
     stop: tuple[str, ...] = ()
@@ -222,7 +223,8 @@ def sample_rollouts(engine: Sampler, groups: Sequence[Group], args: Args) -> Non
     A response that ends goes to its environment or to its verifiers at once, while the engine samples the others.
     """
     rollouts = []
-    for r in all_rollouts(groups):
+    everything = all_rollouts(groups)
+    for r in everything:
         if r.over:
             start_scoring(r, engine, args)
         else:

@@ -36,6 +36,7 @@ import os
 import re
 import string
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -229,12 +230,14 @@ def finish(name: str, extracted: str | None, call: Callable[[], Scored]) -> Rewa
 
 
 WARNED: dict[tuple[str, str], str] = {}  # (verifier or other name, status) -> what the last one said
+WARNING = threading.Lock()  # of the threads that find the same problem at the same time, one tells it
 
 
 def warn_once(name: str, status: str, problem: str) -> None:
-    if (name, status) not in WARNED:
-        print(printable(f"WARNING: {name}: {status} (others are not shown): {problem}"), file=sys.stderr)
-    WARNED[name, status] = problem
+    with WARNING:
+        if (name, status) not in WARNED:
+            print(printable(f"WARNING: {name}: {status} (others are not shown): {problem}"), file=sys.stderr)
+        WARNED[name, status] = problem
 
 
 def printable(text: str) -> str:

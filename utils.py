@@ -2235,9 +2235,9 @@ def gather_weights(named: NamedTensors, dtype: torch.dtype) -> NamedTensors:
 
 @unhurried()
 def save_model(policy: Any, tokenizer: "Tokenizer", path: Path, args: Flags, world: World) -> Path:
-    """Write the model in Hugging Face format; all ranks gather, rank 0 writes. Returns where it is. If it has
-    adapters, only they are written, in peft's format; --lora_merge also writes the merged model to PATH_merged. Files
-    that training does not change are the start model's own, byte for byte."""
+    """Write the model in Hugging Face format; all ranks gather, rank 0 writes. Returns where it is, elsewhere if the
+    disk is full. If it has adapters, only they are written, in peft's format; --lora_merge also writes the merged model
+    to PATH_merged. Files that training does not change are the start model's own, byte for byte."""
     shard_again(policy)
     if not has_adapters(policy.model):
         return _save_whole_model(policy, tokenizer, path, args, world)
@@ -2259,7 +2259,7 @@ def _save_whole_model(policy: Any, tokenizer: "Tokenizer", path: Path, args: Fla
         if world.is_main and not (tied and name == "lm_head.weight"):
             state[name] = tensor.to("cpu", copy=True)
     if world.is_main:
-        run_files.write_directory(path, functools.partial(_write_model, model, state, tokenizer, args))
+        path = run_files.write_directory(path, functools.partial(_write_model, model, state, tokenizer, args))
     dist.barrier()
     return path
 

@@ -114,10 +114,10 @@ def test_a_reply_of_nonsense_is_missing(serve, monkeypatch, text):
     judge.clients = [judge.client(server.url, "key")]
     judge.client_for = lambda beginning: judge.clients[0]
     if "usage" in text:
-        assert judge.ask(lambda share: "Why?").tokens == 0
+        assert judge.ask("Why?").tokens == 0
         return
     with pytest.raises(chat.NoReply):
-        judge.ask(lambda share: "Why?")
+        judge.ask("Why?")
     assert len(server.requests) == 2
 
 

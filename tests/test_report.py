@@ -289,6 +289,7 @@ def cells(text):
 def test_comparison_by_hand(pair, capsys):
     """Step 1 apart: means 2 and 4 s."""
     assert compare_runs.main(list(map(str, pair))) == 0
+    assert (pair[0].parent / "comparison.png").exists()
     text = capsys.readouterr().out
     rows = cells(text)
     assert rows["avg total_time"] == ["2.00", "4.00"] and rows["sum total_time (step 1 too)"] == ["15.0", "21.0"]

@@ -18,20 +18,31 @@ from scripts.tools import calls
 from tests import programs
 
 
-def test_nothing_stays_of_a_model_that_a_full_disk_does_not_take(tmp_path, capsys):
-    """A full disk is a write that fails half way. What was there stays; the last model of a run ends it."""
-    (tmp_path / "step_1").mkdir()
-    (tmp_path / "step_1" / "old").touch()
+def test_the_last_model_goes_elsewhere_and_a_step_is_left_out(tmp_path, monkeypatch, capsys):
+    """A full disk is a write that fails half way. Nothing of it stays, and the model that was there does."""
+    run, other, full = tmp_path / "run", tmp_path / "other", tmp_path / "full"
+    for path in (run / "step_1", other, full):
+        path.mkdir(parents=True)
+    (run / "step_1" / "old").touch()
+    places = [run, full]
+    monkeypatch.setattr(run_files, "PLACES", (full, other))
 
-    def write_half(path):
+    def write_into(path):
         (path / "tokenizer_config.json").write_text("{}")
-        raise OSError(28, "No space left on device")
+        if any(place in path.parents for place in places):
+            raise OSError(28, "No space left on device")
 
-    run_files.write_directory(tmp_path / "step_1", write_half)
-    assert re.search(r"\(\d+\.\d+ GB free in .*\): .*No space left.*The run goes on", capsys.readouterr().out)
+    assert run_files.write_directory(run / "step_1", write_into) == run / "step_1"
+    assert [path.name for path in run.rglob("*")] == ["step_1", "old"] and "The run goes on" in capsys.readouterr().out
+    found = run_files.write_directory(run / "model", write_into)
+    assert found.parent.parent == other and (found / "tokenizer_config.json").exists()
+    out = capsys.readouterr().out
+    assert re.search(r"model cannot be written \(\d+\.\d+ GB free in .*run\): .*No space left", out)
+    assert f"the model is in {found}: move it to {run / 'model'}" in out
+    assert not list(run.glob("*.tmp")) and not list(full.rglob("*.tmp"))
+    places.append(tmp_path)
     with pytest.raises(utils.UserError, match="model cannot be written .*No space left"):
-        run_files.write_directory(tmp_path / "model", write_half)
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["old", "step_1"]
+        run_files.write_directory(run / "model", write_into)
 
 
 @pytest.mark.parametrize("command, module", [

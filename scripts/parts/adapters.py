@@ -113,7 +113,7 @@ def save_adapters(model: Any, tokenizer: Any, path: Path, world: utils.World) ->
         if world.is_main:
             state[name] = tensor.to("cpu", copy=True)
     if world.is_main:
-        run_files.write_directory(path, functools.partial(write_adapters, model, state, tokenizer))
+        path = run_files.write_directory(path, functools.partial(write_adapters, model, state, tokenizer))
     dist.barrier()
     return path
 

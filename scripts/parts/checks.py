@@ -117,8 +117,10 @@ def likely_flags(name: str, known: set[str]) -> str:
     def alike(flag: str) -> float:
         whole = difflib.SequenceMatcher(None, name, flag).ratio()
         start = difflib.SequenceMatcher(None, name, flag[: len(name)]).ratio()
-        initials = "".join(word[:1] for word in flag.split("_"))
-        return max(whole, 0.95 * start, name == initials)
+        words = flag.split("_")
+        initials = "".join(word[:1] for word in words)
+        is_short_for_it = name == initials
+        return max(whole, 0.95 * start, is_short_for_it)
 
     return " or ".join(f"--{flag}" for flag in heapq.nlargest(2, sorted(known), alike))
 
@@ -163,6 +165,8 @@ def check_sources(args: Any) -> None:
         args.refuse("--resume continues a run, --overwrite replaces it: give one of them")
     if not re.fullmatch("|all|0*[1-9][0-9]*", args.dump_steps):
         args.refuse("--dump_steps: all, or N for every N-th step")
+    if args.load_states and args.lora_rank:
+        args.refuse("--load_states with --lora_rank: other runs' states are whole models, drop --lora_rank")
     if args.load_batches and (args.dataset_mixer_eval_list or args.active_sampling):
         args.refuse("--load_batches: drop --dataset_mixer_eval_list --active_sampling: nothing is sampled")
     if args.env_file and args.tools:

@@ -310,7 +310,9 @@ def check_model(args: utils.Flags, name: str, config: Any) -> None:
     text_config = config.get_text_config()  # of a model whose config has parts
     heads = utils.attention_heads(config)[0].queries
     if heads % args.sequence_parallel_size:
-        args.refuse(f"--sequence_parallel_size does not divide {name}'s {heads} attention heads: take another")
+        divisors = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+        fix = f"one of {', '.join(divisors)} does"
+        args.refuse(f"--sequence_parallel_size does not divide {name}'s {heads} attention heads: {fix}")
 
     longest_response = max(args.response_length, args.eval_response_length or 0)
     length = args.max_prompt_token_length + longest_response

@@ -7,8 +7,8 @@ RUN/code has `git diff HEAD` as changes.diff, and the files of --reward_file, --
 the last start; environment.json has their sha256. A resumed run with another file of the user's is another run. With
 other changes of the checkout it goes on. Modules that the user's files import are not copied.
 
-A disk that is full, or that does not answer for a while, ends no run before its end. A model is written whole or not at
-all. Lines that a file does not take wait for the next ones.
+No disk that is full, or that does not answer for a while, ends a run. A model is written whole or not at all, and the
+last one of a run elsewhere if its own disk does not take it. Lines that a file does not take wait for the next ones.
 
 Files of a model that training does not change are the start model's own, byte for byte: what transformers would write
 anew has names that older versions of it and of vLLM misread, some of them (rope_parameters) silently.
@@ -26,6 +26,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -393,26 +394,37 @@ def keep_code(run_dir: Path, args: dict[str, Any]) -> dict[str, str]:
 
 # --- Writes to a disk that may be full
 
+# Memory is the last of them: it is gone with the machine. A tracker moves the temporary directory: see track.py
+PLACES = (tempfile.gettempdir(), Path.cwd(), Path.home(), "/dev/shm")
 WAITING: dict[Path, bytes] = {}  # file -> lines that its disk has not taken yet
 
 
-def write_directory(path: Path, write_into: Callable[[Path], None]) -> None:
-    """Have `write_into` fill a directory, which becomes `path`. On a disk that is full or cannot be written to a model
-    of a step is left out, with a warning. Raises UserError for the last model of a run."""
+def write_directory(path: Path, write_into: Callable[[Path], None]) -> Path:
+    """Have `write_into` fill a directory, which becomes `path`; returns where it is. On a disk that is full or cannot
+    be written to, a model of a step is left out, and the last model of a run goes to the first of PLACES that takes it;
+    both with a warning. Raises UserError if none does."""
     from safetensors import SafetensorError
 
     try:
         fill(path, write_into)
+        return path
     except (OSError, SafetensorError) as error:
         problem = f"{path} cannot be written ({free_text(path.parent)}): {error}"
-        if path.name.startswith("model"):  # or model_merged
-            raise utils.UserError(problem) from error
-        print(f"WARNING: {problem}. The run goes on", flush=True)
+    is_last = path.name.startswith("model")  # or model_merged
+    print(f"WARNING: {problem}. The run goes on", flush=True)
+    for place in PLACES if is_last else ():
+        with contextlib.suppress(OSError, SafetensorError):
+            elsewhere = Path(tempfile.mkdtemp(prefix=f"{path.parent.name}_", dir=place)) / path.name
+            fill(elsewhere, write_into)
+            print(f"WARNING: the model is in {elsewhere}: move it to {path}", flush=True)
+            return elsewhere
+    utils.need(not is_last, problem)
+    return path
 
 
 def fill(path: Path, write_into: Callable[[Path], None]) -> None:
     """Write a directory beside its place and put it there at the end: readers never see half a save, and nothing of a
-    failed one stays."""
+    failed one stays, for the next place may be on the same disk."""
     temporary = path.with_name(path.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)

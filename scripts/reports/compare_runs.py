@@ -1,11 +1,11 @@
-"""Compare two or more runs in tables.
+"""Compare two or more runs: tables and plots.
 
     python scripts/reports/compare_runs.py RUN RUN [RUN ...] [--labels eager compiled] [--out DIRECTORY]
 
-prints the comparison and writes DIRECTORY/comparison.md, with a row for each step too (default: the first run's
-parent). The steps that all runs have are compared. Means are over the steps after step 1, which compiles and warms up;
---with_first_step includes it, as open-instruct's reports do. Columns with the names of these reports have their
-definitions: tokens, rewards and correct rates are of the groups kept, and training_time has the waiting for data.
+prints the comparison and writes DIRECTORY/comparison.md, with a row for each step too, and comparison.png (default: the
+first run's parent). The steps that all runs have are compared. Means are over the steps after step 1, which compiles
+and warms up; --with_first_step includes it, as open-instruct's reports do. Columns with the names of these reports have
+their definitions: tokens, rewards and correct rates are of the groups kept, and training_time has the waiting for data.
 
 How runs with other seeds would differ takes several seeds a side: scripts/study.py, scripts/align/align.py. Two models
 on the same questions: scripts/eval.py.
@@ -18,7 +18,7 @@ from typing import NamedTuple
 if not __package__:  # run as a file: imports start at the root, from whatever directory it is run
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from scripts.reports.common import GAP, TRAINING, Run, cell, parser, table
+from scripts.reports.common import CORRECT, GAP, TRAINING, Run, cell, parser, pyplot, table
 
 STEP_TOKENS = "val/num_step_tokens"
 TOTAL = "time/total"
@@ -56,6 +56,7 @@ SECTIONS = {
 }
 NO_VERIFIERS = {"objective/non_score_reward", "objective/rlhf_reward"}
 NOT_COMPARED = {"exp_name", "output_dir", "command", "launch", "process", "begun", "code"}  # flags and facts
+PLOTS = (CORRECT, "val/sequence_lengths", f"{GAP}_mean", "policy/entropy_avg", TOTAL, STEP_RATE)
 
 
 # --- Tables -----------------------------------------------------------------------------------------------------------
@@ -147,6 +148,20 @@ def settings(runs: list[Run]) -> list[str]:
 # --- The comparison ---------------------------------------------------------------------------------------------------
 
 
+def plot(runs: list[Run], path: Path) -> None:
+    """Draw PLOTS."""
+    plt = pyplot()
+    figure, axes = plt.subplots(2, 3, figsize=(15, 8), constrained_layout=True)
+    for axis, metric in zip(axes.flat, PLOTS, strict=True):
+        for run in runs:
+            steps = [step for step, row in run.rows.items() if row.get(metric) is not None]
+            axis.plot(steps, run.values(metric, 0), marker="o", markersize=3, label=run.label)
+        axis.set(title=metric, xlabel="step")
+    axes.flat[0].legend()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def compare(runs: list[Run]) -> str:
     """The comparison as markdown."""
     first = runs[0]
@@ -169,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
     flags.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     flags.add_argument("--labels", nargs="+", help="names of the runs instead of their directories' names")
     flags.add_argument("--with_first_step", action="store_true", help="means over all steps, step 1 included")
-    flags.add_argument("--out", type=Path, help="directory for comparison.md")
+    flags.add_argument("--out", type=Path, help="directory for comparison.md and comparison.png")
     options = flags.parse_args(argv)
     if len(options.runs) < 2 or options.labels and len(options.labels) != len(options.runs):
         flags.error("two runs or more, and as many labels")
@@ -184,8 +199,10 @@ def main(argv: list[str] | None = None) -> int:
     steps = [f"### {run.label}\n\n{per_step(run, columns)}" for run in runs]
     out = options.out or options.runs[0].resolve().parent
     out.mkdir(parents=True, exist_ok=True)
-    (out / "comparison.md").write_text("\n\n".join([text, "## Per-step detail", *steps]) + "\n")
-    print(f"{text}\n{out / 'comparison.md'}")
+    plot(runs, out / "comparison.png")
+    parts = [text, "## Per-step detail", *steps, "![curves](comparison.png)"]
+    (out / "comparison.md").write_text("\n\n".join(parts) + "\n")
+    print(f"{text}\n{out / 'comparison.md'}, {out / 'comparison.png'}")
     return 0
 
 
