@@ -279,6 +279,12 @@ TOLD = r"""
 --dataset_mixer_list no_such.jsonl 1.0 | --dataset_mixer_list no_such\.jsonl
 --model_name_or_path ./tests/nothere | --model_name_or_path ./tests/nothere
 --system_prompt_override_file no.txt | --system_prompt_override_file no.txt
+--env_file no.py | --env_file no.py: no such file
+--env_file tests/ruler.py | --env_file tests/ruler.py
+--tools calculater | --tools calculater
+--load_batches no_such | --load_batches no_such
+--load_states tests | --load_states tests
+--chat_template_kwargs {"a": | --chat_template_kwargs
 --vllm_tensor_parallel_size 2 | --vllm_tensor_parallel_size 2
 --llm_judge_model m | --llm_judge_model m
 """

@@ -30,6 +30,8 @@ from rewards import need
 ENDINGS = (".jsonl", ".parquet", ".csv", ".json")  # of files of rows that are read
 COMPRESSED = (".gz", ".zst")  # after these endings, but .parquet
 LARGE = 2**22  # bytes of data files: smaller ones are read sooner than pyarrow is imported
+FIRST_STATES = ("checkpoints/step_1", "global_step_1/actor", "step_1", "checkpoint-1")  # of several systems
+TOOLS = Path(__file__).parents[1] / "tools"
 TABLE = Path(__file__).parents[1] / "train" / "open_instruct.tsv"
 ENGINE_VARIABLES = {  # of vLLM: the only value with which an engine here works, and why
     "VLLM_ENABLE_V1_MULTIPROCESSING": ("0", "the engine must be in the process of its rank"),
@@ -184,9 +186,22 @@ def refused_in_a_run(args: Any, fast: bool) -> list[str]:
         for name in getattr(args, flag)[::2]:
             problem = problem_of_data(name)
             problems += [f"--{flag} {name}: {problem}"] if problem else []
-    system = args.system_prompt_override_file
-    if system and not Path(system).is_file():
-        problems.append(f"--system_prompt_override_file {system}: no such file")
+    for flag in ("system_prompt_override_file", "env_file"):
+        path = getattr(args, flag)
+        if path and not Path(path).is_file():
+            problems.append(f"--{flag} {path}: no such file")
+        elif flag == "env_file" and path and not re.search(r"\b(step|Env|agent)\b", Path(path).read_text()):
+            problems.append(f"--{flag} {path}: it has neither step(episode), nor a class Env, nor agent(base_url, row)")
+    if args.load_batches and not Path(args.load_batches).is_dir():
+        problems.append(f"--load_batches {args.load_batches}: no such directory")
+    states = args.load_states
+    if states and not any(Path(states, name).is_dir() for name in FIRST_STATES):
+        problems.append(f"--load_states {states}: no state of step 1, which would be {', '.join(FIRST_STATES)}")
+    for tool in args.tools:
+        path = Path(tool) if tool.endswith(".py") else TOOLS / f"{tool}.py"
+        if not path.is_file():
+            known = sorted(path.stem for path in TOOLS.glob("*.py") if "\nSCHEMA" in path.read_text("utf-8"))
+            problems.append(f"--tools {tool}: no such tool. There are {', '.join(known)}, or give a .py file")
     if args.problem_of_template:
         problems.append(args.problem_of_template)
     if not is_object(args.chat_template_kwargs):
