@@ -32,6 +32,7 @@ PRIVATE = {  # name -> what fails without it
     "_model_mapping": "each run: packing.check",
     "_no_split_modules": "test_sharding: a model would have no layers",
     "_prec": "test_pairs_of_answers",
+    "_pytree": "each run with --gradient_checkpointing",
     "_record_memory_history": "test_names_that_only_a_gpu_or_rare_data_would_miss",
     "_supports_sdpa": "each run: packing.check",
     "_timeout": "test_names_that_only_a_gpu_or_rare_data_would_miss",

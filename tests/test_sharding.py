@@ -59,12 +59,26 @@ def test_a_checkpoint_goes_from_a_plain_model_to_a_wrapped_one_and_back(tiny_mod
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma2"])
-def test_layers_are_recomputed_with_the_same_bits(tiny_models, world, arch):
-    """An update at stage 3, with old logprobs, which take no gradient."""
+def test_narrow_and_wide_layers_are_recomputed_with_the_same_bits(tiny_models, world, monkeypatch, arch):
+    """And with those of layers that are not. An update at stage 3, with old logprobs, which take no gradient."""
     flags = ("--deepspeed_stage", 3, "--num_mini_batches", 2)
     plain, _ = run_update(make_args(tiny_models(arch), *flags), world, [make_rollouts()])
-    again, _ = run_update(make_args(tiny_models(arch), *flags, "--gradient_checkpointing"), world, [make_rollouts()])
-    assert all(torch.equal(plain[name], again[name]) for name in plain)
+    ways = []
+    once = torch.utils.checkpoint.checkpoint
+
+    def noted(*args, **how):
+        ways.append(how["use_reentrant"] and torch.is_grad_enabled())
+        return once(*args, **how)
+
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", noted)
+    for narrow in (utils.NARROW, 0):
+        monkeypatch.setattr(utils, "NARROW", narrow)
+        ways.clear()
+        again, _ = run_update(
+            make_args(tiny_models(arch), *flags, "--gradient_checkpointing"), world, [make_rollouts()]
+        )
+        assert any(ways) == (narrow > 0)
+        assert all(torch.equal(plain[name], again[name]) for name in plain)
 
 
 def test_a_layer_that_draws_numbers_is_refused(tiny_models, world):
