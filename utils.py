@@ -38,7 +38,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
@@ -866,7 +866,8 @@ def pretrained(kind: Any, args: Flags, flag: str = "model_name_or_path", directo
         if "trust_remote_code" in problem:
             from scripts.parts import run_files
 
-            files = ", ".join(run_files.code_of(directory)) or "of another repository, see auto_map in its config.json"
+            own = ", ".join(run_files.code_of(directory))
+            files = own or "of another repository, see auto_map in its config.json"
             problem = f"it has code of its own, which would run as you: read {files} in {directory}, then add "
             problem += "--trust_remote_code"
         raise UserError(f"--{flag} {args.model_name_or_path}: {problem}") from None
@@ -2811,8 +2812,7 @@ class Logger:
         self.num_steps = num_steps
         self.step_width = max(9, len(f"{num_steps}/{num_steps}"))
         self.header_shown = False
-        self.start_step = start_step
-        self.start = time.monotonic()
+        self.step_ends = deque([time.monotonic()], maxlen=20)  # of the last steps: a step's time changes over a run
         if (run_dir / "metrics.jsonl").exists():
             from scripts.parts.run_files import forget_after
 
@@ -2848,13 +2848,14 @@ class Logger:
         return " ".join(cells)
 
     def _time_left(self, step: int) -> str:
-        """Hours:minutes:seconds that the remaining steps take at the mean pace since the start, evaluation and saving
+        """Hours:minutes:seconds that the remaining steps take at the mean pace of the last ones, evaluation and saving
         included."""
-        done = step - self.start_step
-        if done == 0:
-            self.start = time.monotonic()  # after the evaluation before the first step
+        if step == 0:
+            self.step_ends[-1] = time.monotonic()  # the evaluation before the first step
             return ""
-        pace = (time.monotonic() - self.start) / done
+        self.step_ends.append(time.monotonic())
+        seconds = self.step_ends[-1] - self.step_ends[0]
+        pace = seconds / (len(self.step_ends) - 1)
         seconds_left = pace * (self.num_steps - step)
         minutes, seconds = divmod(round(seconds_left), 60)
         hours, minutes = divmod(minutes, 60)

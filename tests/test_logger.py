@@ -38,7 +38,7 @@ def make_rollouts(count):
     return [grpo.Rollout(prompt, 0, i, text=f"answer {i}", score=float(i), finish_reason="stop") for i in range(count)]
 
 
-def test_time_left_is_the_mean_pace(tmp_path, world, monkeypatch, capsys):
+def test_time_left_is_the_pace_of_the_last_steps(tmp_path, world, monkeypatch, capsys):
     now = [100.0]
     monkeypatch.setattr(utils.time, "monotonic", lambda: now[0])
     logger = make_logger(tmp_path, world, num_steps=1000)
@@ -47,6 +47,10 @@ def test_time_left_is_the_mean_pace(tmp_path, world, monkeypatch, capsys):
         logger.log({"training_step": step, "objective/scores": float(step)})
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[-1] for line in lines[2:]] == ["2:46:30", "4:09:30"]  # 999 x 10 s, 998 x 15 s
+    for step in range(3, 40):
+        now[0] += 2.0
+        logger.log({"training_step": step, "objective/scores": math.nan})
+    assert capsys.readouterr().out.splitlines()[-1].split()[-1] == "0:32:02"  # 961 x 2 s
 
 
 def test_tensorboard_gets_metrics_and_samples_and_a_resume_replaces_what_it_does_again(tmp_path, world):
