@@ -243,7 +243,7 @@ REFUSALS = f"""
 --lr_scheduler_type constant --warmup_ratio 0.1 | warmup_ratio
 --rho_clamp_upper_bound 0.5 | rho_clamp_upper_bound
 --rho_clamp_lower_bound 1.5 | rho_clamp_lower_bound
---rho_mask_tv_divergence --no_use_rho_correction | rho_mask
+--rho_mask_upper_bound 2 --no_use_rho_correction | rho_mask_upper_bound no_use_rho_correction
 --kl_in_reward --beta 0 --advantage_normalization_type centered | kl_in_reward beta
 {TEACHER} --no_filter_zero_std_samples --kl_estimator kl1 | kl_estimator ref_model_name_or_path
 --loss_denominator tokens | loss_denominator
@@ -298,6 +298,15 @@ def test_a_dry_run_tells_what_a_run_is_refused_for(line, message, nothing_told, 
         grpo.main(parse(*ROOM, *line.split()))
     grpo.main(parse(*ROOM, *line.split(), "--dry_run"))
     assert f"refused  {error.value}" in capsys.readouterr().out.splitlines()
+
+
+def test_a_tracker_that_is_not_installed_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(checks, "TRACKERS", {"with_tracking": "no_such_package"})
+    check()
+    with pytest.raises(utils.UserError, match="^--with_tracking: .*pip install no_such_package"):
+        check("--with_tracking")
+    grpo.main(parse(*ROOM, "--with_tracking", "--dry_run"))
+    assert "refused  --with_tracking" in capsys.readouterr().out
 
 
 OF_RANKS = r"""

@@ -597,6 +597,21 @@ def test_worker_that_cannot_work_is_infra_error_with_its_reason(tmp_path):
     assert stderr.count("no such antlr") == 1
 
 
+def test_of_threads_with_the_same_problem_one_tells_it(monkeypatch, capsys):
+    def slow(text):
+        time.sleep(0.1)
+        return text
+
+    monkeypatch.setattr(rewards, "printable", slow)
+    monkeypatch.setattr(rewards, "WARNED", {})
+    threads = [threading.Thread(target=rewards.warn_once, args=("math", "crash", f"{i}")) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert capsys.readouterr().err.count("WARNING") == 1
+
+
 @pytest.mark.parametrize("response, want", [
     ("<think>a</think><answer>b</answer>", 1.0),
     ("a\nb</think> \n <answer>c\nd</answer> e", 1.0),

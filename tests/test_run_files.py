@@ -92,13 +92,8 @@ CONFIG = {
     "api_key": "$NAME_OF_IT",
     "max_tokens": 3,
 }
-SHOWN = {
-    "url": "http://***@host/search?***",
-    "headers": {"Authorization": "***", "Accept": "text"},
-    "env": [{"SEARCH_TOKEN": "***"}],
-    "api_key": "$NAME_OF_IT",
-    "max_tokens": 3,
-}
+HEADERS = {"Authorization": "***", "Accept": "text"}
+SHOWN = CONFIG | {"url": "http://***@host/search?***", "headers": HEADERS, "env": [{"SEARCH_TOKEN": "***"}]}
 
 
 @pytest.mark.parametrize(

@@ -425,14 +425,15 @@ def check_advantages(args: Any) -> None:
 
 def check_effects(args: Any) -> None:
     """Flags that would do nothing beside the others."""
-    bounds = args.rho_mask_lower_bound or args.rho_mask_upper_bound or args.rho_clamp_lower_bound
-    masks = bounds or args.rho_mask_sequence_level or args.rho_mask_tv_divergence
+    corrections = """rho_mask_lower_bound rho_mask_upper_bound rho_clamp_lower_bound rho_mask_sequence_level
+        rho_mask_tv_divergence"""
+    given = [f"--{name}" for name in corrections.split() if getattr(args, name)]
     if args.warmup_ratio and args.lr_scheduler_type == "constant":
         args.refuse("--warmup_ratio with --lr_scheduler_type warms nothing up: take constant_with_warmup")
     if args.clip_dual and (args.clip_dual <= 1 or args.loss_fn != "dapo"):
         args.refuse("--clip_dual with --loss_fn: it acts above 1, in dapo alone; 0 is off")
-    if masks and not args.use_rho_correction:
-        args.refuse("--rho_mask_* bounds and --rho_clamp_lower_bound act through --use_rho_correction: drop them")
+    if given and not args.use_rho_correction:
+        args.refuse(f"{' '.join(given)} with --no_use_rho_correction: drop it, or take --use_rho_correction")
     if 0 < args.rho_clamp_upper_bound < 1 or args.rho_clamp_lower_bound > 1:
         args.refuse("--rho_clamp_lower_bound must be at most 1, --rho_clamp_upper_bound at least 1, or 0 for off")
     if args.ref_model_name_or_path and not args.load_ref_policy:
