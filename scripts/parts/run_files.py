@@ -241,33 +241,47 @@ def write_aside(path: Path, content: bytes, private: bool) -> None:
 
 HIDDEN = "***"
 SECRET = re.compile(r"key|token|secret|passw|pwd|auth|credential|cookie|bearer|signature", re.IGNORECASE)
+PASSWORD = re.compile(r"passw|pwd|secret|api.?key|pin\b", re.IGNORECASE)  # such a number is not one of tokens
 VARIABLE = re.compile(r"(\w+ )?\$\w+")  # of the environment: see from_environment of scripts/tools/calls.py
+# NAME=value and "Name: Bearer value" in words of a command
+NAMED = rf"(?<![\w-])[\w-]{{0,40}}(?:{SECRET.pattern})[\w-]{{0,40}}"
+ASSIGNED = re.compile(rf"({NAMED}[\"']?\s?[:=]\s?[\"']?)(?:bearer |basic )?[^\s\"',&]+", re.IGNORECASE)
 USER_OF_URL = re.compile(r"(?<=://)[^/?#\s]*@")
 END_OF_URL = re.compile(r"(?<=://)([^?#\s,]{0,500}[?#])[^\s,\"]*")  # the query and what follows it
 
 
 def without_secrets(value: Any) -> Any:
-    """A text of the command line, or a list of them, for files. HIDDEN are the texts of a JSON object whose names sound
-    like a secret's, and of addresses user, password, query and fragment."""
+    """A text of the command line, or a list of them, for files: JSON without secrets, see hide_secrets, and addresses
+    without user, password, query and fragment."""
     if isinstance(value, list):
         return [without_secrets(entry) for entry in value]
     if not isinstance(value, str):
         return value
-    before, brace, rest = value.partition("{")
+    found = re.search(r"[{\[]", value)
+    start = found.start() if found else len(value)
     with contextlib.suppress(ValueError, RecursionError):
-        value = before + json.dumps(json.loads(brace + rest, object_hook=hide_secrets))
+        settings = json.loads(value[start:])
+        value = value[:start] + json.dumps(hide_secrets(settings))
     value = USER_OF_URL.sub(f"{HIDDEN}@", value)
     return END_OF_URL.sub(rf"\1{HIDDEN}", value)
 
 
-def hide_secrets(entry: dict[str, Any]) -> dict[str, Any]:
-    """An object of JSON. `$NAME`, or `Bearer $NAME`, is no secret: the environment has it."""
-    shown = {}
-    for name, value in entry.items():
-        shown[name] = value
-        if SECRET.search(name) and isinstance(value, str) and not VARIABLE.fullmatch(value):
-            shown[name] = HIDDEN
-    return shown
+def hide_secrets(value: Any, name: str = "") -> Any:
+    """What JSON has under a name, without what stands behind names that sound like a secret's, those of a command's
+    flags too. `$NAME`, or `Bearer $NAME`, is no secret: the environment has it."""
+    if isinstance(value, dict):
+        return {key: hide_secrets(entry, f"{name} {key}") for key, entry in value.items()}
+    if isinstance(value, list):
+        flags = [name]
+        for word in value:
+            is_flag = re.fullmatch("-[^=]*", str(word))
+            flags.append(f"{name} {word}" if is_flag else name)
+        return [hide_secrets(word, flag) for word, flag in zip(value, flags, strict=False)]
+    if isinstance(value, int | float) and PASSWORD.search(name):
+        return HIDDEN
+    if not isinstance(value, str) or VARIABLE.fullmatch(value):
+        return value
+    return HIDDEN if SECRET.search(name) else ASSIGNED.sub(rf"\1{HIDDEN}", value)
 
 
 # --- Starts of the same run
