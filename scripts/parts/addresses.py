@@ -18,6 +18,8 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
+from rewards import UserError
+
 MAX_BYTES = 2**30  # of a message
 HANDSHAKE_S = 10  # for a stranger to show that it is an engine
 CLASSES = ("Request", "Generation", "Clock")  # of utils and grpo_fast, which is __main__ as a script
@@ -156,3 +158,30 @@ def own_address(meeting: Any) -> str:
         return meeting.host
     with socket.create_connection((meeting.host, meeting.port)) as connection:
         return connection.getsockname()[0]
+
+
+def check_name_of_node() -> None:
+    """On several nodes: refuse a name of this node that means 127.0.1.1, as Debian has it. Gloo and NCCL take the
+    interface of the name's address, which other nodes cannot reach. Where the first node's name is such an address
+    too, all nodes of the run are on this machine."""
+    own = address_of(socket.gethostname())
+    first = address_of(os.environ["MASTER_ADDR"])
+    if "GLOO_SOCKET_IFNAME" in os.environ or not is_loopback(own) or is_loopback(first):
+        return
+    interfaces = " or ".join(name for _, name in socket.if_nameindex() if name != "lo")
+    raise UserError(
+        f"this node's name, {socket.gethostname()}, means {own}, where no other node can reach it: export "
+        f"GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME with the interface of the nodes' network ({interfaces})"
+    )
+
+
+def address_of(name: str) -> str:
+    """The first address of a name, "" if it has none."""
+    try:
+        return str(socket.getaddrinfo(name, None)[0][4][0])
+    except OSError:
+        return ""
+
+
+def is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"

@@ -147,6 +147,10 @@ def check_args(args: Any, world_size: int, fast: bool) -> None:
     if not args.dry_run:
         problems = refused_in_a_run(args, fast)
         need(not problems, "; ".join(problems))
+        if "TORCHELASTIC_RUN_ID" in os.environ and os.environ["WORLD_SIZE"] != os.environ["LOCAL_WORLD_SIZE"]:
+            from scripts.parts import addresses
+
+            addresses.check_name_of_node()
     check_step(args, world_size)
     check_room(args, fast)
     if not fast:

@@ -1,6 +1,8 @@
 """What the start of a run owes a GPU: memory given back, an order, kernels that fit."""
 
+import contextlib
 import os
+import socket
 import types
 from dataclasses import replace
 from typing import Any
@@ -96,6 +98,28 @@ def test_an_engine_may_share_a_gpu_and_a_learner_may_not(monkeypatch):
 # ---------------------------------------------------------------------------------------------------------------------
 # Nodes
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first, own, interface, refused", [
+    ("10.0.0.1", "127.0.1.1", None, True),
+    ("10.0.0.1", "127.0.1.1", "eth0", False),
+    ("10.0.0.1", "10.0.0.2", None, False),
+    ("127.0.1.1", "127.0.1.1", None, False),  # both agents are on this machine
+])  # fmt: skip
+def test_a_node_whose_name_is_a_loopback_address_is_refused(monkeypatch, first, own, interface, refused):
+    """Debian's /etc/hosts: gloo then waits for minutes for a node that it can never reach."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setenv("MASTER_ADDR", "node-0")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    if interface:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    monkeypatch.setattr(socket, "gethostname", lambda: "node-1")
+    found = {"node-0": first, "node-1": own}
+    monkeypatch.setattr(socket, "getaddrinfo", lambda name, port: [(2, 1, 6, "", (found[name], 0))])
+    with pytest.raises(utils.UserError, match="GLOO_SOCKET_IFNAME") if refused else contextlib.nullcontext():
+        addresses.check_name_of_node()
 
 
 def test_a_job_operators_variables_are_not_torchruns(monkeypatch):

@@ -14,8 +14,8 @@
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../../..}"
 source scripts/train/start.sh "$@"
-# Where a node's name means 127.0.1.1, as in Debian's /etc/hosts, the ranks wait for one another in vain. There, and
-# where nodes have several networks, name the fast one's interface (ip -brief address).
+# Where a node's name means 127.0.1.1, for which a run is refused, or nodes have several networks: name the fast one's
+# interface (ip -brief address).
 # export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0
 
 on_all_nodes grpo_fast.py \
