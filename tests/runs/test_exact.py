@@ -115,8 +115,10 @@ def flip(path):
 
 
 DAMAGE = {
+    "a bit": lambda p: flip(next((p / "state").glob("*.distcp"))),
     "a cut file": lambda p: os.truncate(next((p / "state").glob("*.distcp")), 1000),
     "a lost file": lambda p: (p / "state" / ".metadata").unlink(),
+    "another rank file": lambda p: flip(p / "rank_0.pt"),
     "no manifest": lambda p: (p / "manifest.json").unlink(),
 }
 
